@@ -1,12 +1,15 @@
 """Norms, rotations, gates and attention of a recorded step in C, beside what `kernels/step.py` says they are."""
 
+import ctypes
+
 import pytest
 import torch
 
 from tests.matrix import matrix
 from vbrt.kernels import step
 from vbrt.kernels.cpu.build import refusal
-from vbrt.kernels.cpu.step import GATES, prepare
+from vbrt.kernels.cpu.prepared import c_call
+from vbrt.kernels.cpu.step import GATES, prepare, program
 from vbrt.kernels.operator_trace import Form
 
 pytestmark = pytest.mark.skipif(bool(refusal(torch.device("cpu"), "step")), reason="no C compiler")
@@ -104,3 +107,29 @@ def test_what_c_does_not_serve_is_left_to_torch():
     q, k = drawn(1, 4, 1, 320), drawn(1, 4, 8, 320)
     assert prepare(step.attended, (q, k, k, None, 1.0), Form.of(q), torch.empty_like) is None
     assert prepare(torch.relu, (q,), Form.of(q), torch.empty_like) is None
+
+
+def test_a_program_makes_its_calls_in_order_until_one_fails():
+    gate, up = drawn(1, 1, 48).chunk(2, dim=-1)
+
+    def gated(of, function):
+        return prepare(step.gated, (of, up, function), Form.of(up), lambda form: torch.zeros(form.shape))
+
+    made = [gated(gate, "relu")]
+    made.append(gated(made[0].results[0], "silu"))
+    first, second = (calls.results[0] for calls in made)
+    program(made)()
+    torch.testing.assert_close(second, torch.nn.functional.silu(gate.relu() * up) * up)
+    seen = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def fails(given):
+        seen.append(given)
+        return 0
+
+    failing = made[0]._replace(call=c_call(fails, made[0].held[0]), failure="no memory for it")
+    first.fill_(1.0)
+    second.zero_()
+    with pytest.raises(MemoryError, match="no memory for it"):
+        program([made[1], failing, made[0]])()
+    assert seen == [ctypes.addressof(made[0].held[0])] and second.any() and first.eq(1).all()

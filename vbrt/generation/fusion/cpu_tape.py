@@ -11,7 +11,8 @@ buffer.
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.fx.node import map_arg
 
 from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.generation.fusion.step_rows import Given
-from vbrt.kernels.cpu.step import prepare
+from vbrt.kernels.cpu.prepared import Prepared
+from vbrt.kernels.cpu.step import prepare, program
 from vbrt.kernels.operator_trace import Form, form_of, kind_of
 from vbrt.layers.experts.captured_cpu import experts_at_rest, prepare_experts
 from vbrt.libraries.torch_api import OpOverload
@@ -52,6 +54,7 @@ class Tape:
         self._calls: Counter[str] = Counter()
         self._held: list[Any] = []
         self.runs: list[Run] = []
+        self._prepared: dict[int, Prepared] = {}  # those of the runs that are one C call
         with torch.no_grad():
             for place, node in enumerate(nodes):
                 self._add(node)
@@ -59,6 +62,7 @@ class Tape:
             self.outputs = map_arg(step.graph.output_node().args[0], self._values.__getitem__)
         self.nbytes = self._memory.nbytes
         self._held.append(self._values)
+        self._programs = list(self._joined())
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -70,9 +74,17 @@ class Tape:
     def __call__(self, *inputs: Any) -> Any:
         """Run the step; return its outputs, which the next call overwrites."""
         assert all(given is mine for given, mine in zip(inputs, self._inputs, strict=True)), "a tape knows addresses"
-        for run in self.runs:
+        for run in self._programs:
             run()
         return self.outputs
+
+    def _joined(self) -> Iterator[Run]:
+        """Yield the runs, those that follow each other in C as one."""
+        for in_c, places in groupby(range(len(self.runs)), self._prepared.__contains__):
+            if in_c:
+                yield program([self._prepared[place] for place in places])
+            else:
+                yield from (self.runs[place] for place in places)
 
     # -- making it ----------------------------------------------------------------------------------------------------
 
@@ -102,6 +114,8 @@ class Tape:
             return False
         self._held.append(made)
         self._values[node] = made.results[0] if isinstance(forms, Form) else made.results
+        if made.call is not None:
+            self._prepared[len(self.runs)] = made
         self.runs.append(made.run)
         return True
 

@@ -105,6 +105,16 @@ class Product(ctypes.Structure):
     )
 
 
+class FewProducts(ctypes.Structure):
+    """`Few` of linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "x", "biases", "ys")),
+        *((name, ctypes.c_int64) for name in ("tokens", "inputs")),
+        *((name, ctypes.c_int32) for name in ("count", "type", "rounded", "threads")),
+    )
+
+
 class Fine(ctypes.Structure):
     """`Fine` of linear.c."""
 
@@ -308,7 +318,7 @@ def _declare_linear(library: ctypes.CDLL) -> None:
     weight, pointer, number = ctypes.POINTER(Weight), ctypes.c_void_p, ctypes.c_int64
     library.vbrt_linear.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
     library.vbrt_linears.argtypes = (pointer, ctypes.POINTER(Product), ctypes.c_int, ctypes.c_int)
-    library.vbrt_few.argtypes = (pointer, ctypes.c_int, *[pointer] * 3, *[number] * 2, *[ctypes.c_int] * 3)
+    library.vbrt_few.argtypes = (pointer,)
     library.vbrt_decode.argtypes = (weight, *[number] * 3, pointer, ctypes.c_int, ctypes.c_int)
     library.vbrt_panels.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
     library.vbrt_merge.argtypes = (weight, ctypes.POINTER(Fine), pointer, pointer, number, ctypes.c_int)
@@ -385,11 +395,10 @@ def _declare_reading(library: ctypes.CDLL) -> None:
 
 
 def _declare_step(library: ctypes.CDLL) -> None:
-    for name in ("norm", "rotate", "gate", "project", "route"):
-        function = getattr(library, f"vbrt_step_{name}")
-        function.argtypes, function.restype = (ctypes.c_void_p,), None
-    library.vbrt_step_attend.argtypes = (ctypes.c_void_p, ctypes.c_int)
-    library.vbrt_step_attend.restype = None
+    for name in ("norm", "rotate", "gate", "attend", "project", "route"):
+        getattr(library, f"vbrt_step_{name}").argtypes = (ctypes.c_void_p,)
+    library.vbrt_step_run.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.vbrt_step_run.restype = ctypes.c_int64
 
 
 def _declare_tiles(library: ctypes.CDLL) -> None:

@@ -244,12 +244,21 @@ int vbrt_linears(const Weight *const *weights, const Product *products, int coun
 int vbrt_linear(const Weight *w, const Product *p, int threads) { return vbrt_linears(&w, p, 1, threads); }
 
 /* The same with x, biases and results of one type; biases: NULL, or an array with NULL for none. */
-int vbrt_few(const Weight *const *weights, int count, const void *x, const void *const *biases, void *const *ys,
-             int64_t tokens, int64_t inputs, int type, int rounded, int threads) {
-    Product products[count];
-    for (int i = 0; i < count; i++)
-        products[i] = (Product){x, biases ? biases[i] : NULL, ys[i], tokens, inputs, type, type, type, rounded};
-    return vbrt_linears(weights, products, count, threads);
+typedef struct {
+    const Weight *const *weights;
+    const void *x;
+    const void *const *biases;
+    void *const *ys;
+    int64_t tokens, inputs;
+    int32_t count, type, rounded, threads;
+} Few;
+
+int vbrt_few(const Few *f) {
+    Product products[f->count];
+    for (int i = 0; i < f->count; i++)
+        products[i] = (Product){f->x, f->biases ? f->biases[i] : NULL, f->ys[i], f->tokens, f->inputs,
+                                f->type, f->type, f->type, f->rounded};
+    return vbrt_linears(f->weights, products, f->count, f->threads);
 }
 
 #define PIECE 1024  /* columns decoded, then rounded, within L1 */

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from vbrt.formats import WeightPlanes
-from vbrt.kernels.cpu.build import NUMBERS, library
+from vbrt.kernels.cpu.build import NUMBERS, FewProducts, library
 from vbrt.kernels.cpu.linear import THREAD_WORK, fused_tokens, prepared
-from vbrt.kernels.cpu.prepared import Empty, Prepared
+from vbrt.kernels.cpu.prepared import Empty, Prepared, c_call
 
 __all__ = ["Few", "few", "prepare_products", "products"]
 
@@ -55,11 +55,9 @@ class Few:
         ys = [x.new_empty((*size[:-1], of.outputs)) for of in weights]
         out, of = addresses(*[y.data_ptr() for y in ys]), addresses(*[few.address for few in weights])
         biases = None if bias is None else addresses(bias.data_ptr())
-        work, tokens = numbers * sum([few.outputs for few in weights]), numbers // self.inputs
-        threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
-        call, given = library().vbrt_few, (x.data_ptr(), biases, out, tokens, self.inputs, self.number)
-        if not call(of, len(weights), *given, self.rounded, threads):
-            raise MemoryError(f"linear: no memory for {tokens} rows of {self.inputs} inputs")
+        given = _given(weights, of, x, biases, out)
+        if not library().vbrt_few(ctypes.addressof(given)):
+            raise MemoryError(_no_memory(given))
         return ys
 
     def _takes(self, bias: Tensor) -> bool:
@@ -68,6 +66,21 @@ class Few:
     def suits(self, other: "Few") -> bool:
         """True if both accept the same inputs, so that one call can compute both."""
         return self.form == other.form and self.rounded == other.rounded
+
+
+def _given(weights: Sequence[Few], of: Any, x: Tensor, biases: Any, out: Any) -> FewProducts:
+    """C structure of products with several weights; `of`, `biases` (None: no weight has one), `out`: arrays of
+    addresses, which must outlive it."""
+    first, numbers = weights[0], x.numel()
+    work = numbers * sum([few.outputs for few in weights])
+    threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
+    arrays = None if biases is None else ctypes.addressof(biases), ctypes.addressof(out)
+    size = numbers // first.inputs, first.inputs, len(weights), first.number
+    return FewProducts(ctypes.addressof(of), x.data_ptr(), *arrays, *size, first.rounded, threads)
+
+
+def _no_memory(given: FewProducts) -> str:
+    return f"linear: no memory for {given.tokens} rows of {given.inputs} inputs"
 
 
 def few(planes: WeightPlanes, rounded: str | None = None) -> Few | None:
@@ -103,12 +116,12 @@ def prepare_products(args: tuple, forms: Any, empty: Empty) -> Prepared | None:
     array = ctypes.c_void_p * len(layers)
     addresses = [None if bias is None else bias.data_ptr() for bias in biases]
     of, out = array(*[layer.address for layer in layers]), array(*[y.data_ptr() for y in results])
-    threads = max(1, min(torch.get_num_threads(), numbers * sum(layer.outputs for layer in layers) // THREAD_WORK))
-    size = numbers // first.inputs, first.inputs, first.number, first.rounded, threads
-    call = functools.partial(library().vbrt_few, of, len(layers), x.data_ptr(), array(*addresses), out, *size)
+    biased = array(*addresses)
+    given = _given(layers, of, x, biased, out)
+    call = functools.partial(library().vbrt_few, ctypes.addressof(given))
 
     def run() -> None:
         if not call():
-            raise MemoryError(f"linear: no memory for {size[0]} rows of {first.inputs} inputs")
+            raise MemoryError(_no_memory(given))
 
-    return Prepared(run, results, args)
+    return Prepared(run, results, (args, of, biased, out, given), c_call(library().vbrt_few, given), _no_memory(given))

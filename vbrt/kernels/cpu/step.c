@@ -119,7 +119,7 @@ typedef struct {
     int32_t type, pad;
 } Norm;
 
-void vbrt_step_norm(const Norm *n) {
+int vbrt_step_norm(const Norm *n) {
     const int64_t k = n->columns;
     float row[PIECE], more[PIECE];
     for (int64_t r = 0; r < n->rows; r++) {
@@ -143,6 +143,7 @@ void vbrt_step_norm(const Norm *n) {
             write_row(row, n->type, at, count, n->y);
         }
     }
+    return 1;
 }
 
 /* -- rotary embeddings -------------------------------------------------------------------------------------------- */
@@ -193,7 +194,7 @@ static void copy_heads(const Rotation *r, const Part *p, int64_t from, int64_t t
                r->columns * bytes);
 }
 
-void vbrt_step_rotate(const Rotation *r) {
+int vbrt_step_rotate(const Rotation *r) {
     float cos[COLUMNS], sin[COLUMNS];
     for (int64_t b = 0; b < r->batch; b++)
         for (int64_t s = 0; s < r->tokens; s++) {
@@ -206,6 +207,7 @@ void vbrt_step_rotate(const Rotation *r) {
                 else rotate_heads(r, p, from, cos, sin, to);
             }
         }
+    return 1;
 }
 
 /* -- gates -------------------------------------------------------------------------------------------------------- */
@@ -231,7 +233,7 @@ typedef struct {
     int32_t type, function;
 } Gate;
 
-void vbrt_step_gate(const Gate *g) {
+int vbrt_step_gate(const Gate *g) {
     float gate[PIECE], up[PIECE];
     for (int64_t r = 0; r < g->rows; r++)
         for (int64_t first = 0; first < g->columns; first += PIECE) {
@@ -243,6 +245,7 @@ void vbrt_step_gate(const Gate *g) {
             for (int64_t i = 0; i < count; i++) gate[i] *= up[i];
             write_row(gate, g->type, r * g->columns + first, count, g->y);
         }
+    return 1;
 }
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
@@ -255,7 +258,7 @@ typedef struct {
     int64_t batch, heads, groups, tokens, keys, columns, mask_step;
     int64_t q_step[3], k_step[3], v_step[3];
     float scale;
-    int32_t type;
+    int32_t type, threads, pad;
 } Attention;
 
 INLINE float dot(const float *a, const float *b, int64_t d) {
@@ -323,16 +326,17 @@ static void attend_group(const Attention *a, int64_t b, int64_t g) {
 
 #define WORK_OF_A_THREAD (1 << 18)  /* query-key products per thread that make threading worth it */
 
-void vbrt_step_attend(const Attention *a, int threads) {
+int vbrt_step_attend(const Attention *a) {
     const int64_t groups = a->batch * a->groups;
     int64_t attended = a->mask ? 0 : a->keys * a->batch;
     if (a->mask)
         for (int64_t b = 0; b < a->batch; b++)
             for (int64_t l = 0; l < a->keys; l++) attended += a->mask[b * a->mask_step + l] != 0;
     const int64_t worth = attended * a->heads * a->tokens * a->columns / WORK_OF_A_THREAD;
-    threads = worth < 1 ? 1 : (int)at_most(worth, threads);
+    const int threads = worth < 1 ? 1 : (int)at_most(worth, a->threads);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < groups; i++) attend_group(a, i / a->groups, i % a->groups);
+    return 1;
 }
 
 /* -- small matrices ------------------------------------------------------------------------------------------------- */
@@ -345,7 +349,7 @@ typedef struct {
     int32_t type, pad;
 } Projection;
 
-void vbrt_step_project(const Projection *p) {
+int vbrt_step_project(const Projection *p) {
     const int64_t k = p->columns;
     float x[PIECE], w[PIECE];
     for (int64_t t = 0; t < p->tokens; t++)
@@ -360,6 +364,7 @@ void vbrt_step_project(const Projection *p) {
             y = summed(lanes);
             write_row(&y, p->type, t * p->rows + n, 1, p->y);
         }
+    return 1;
 }
 
 /* -- routers ------------------------------------------------------------------------------------------------------ */
@@ -384,7 +389,7 @@ static void choose(float *logits, int64_t experts, int64_t chosen, float *best, 
     }
 }
 
-void vbrt_step_route(const Route *r) {
+int vbrt_step_route(const Route *r) {
     float logits[EXPERTS], best[CHOSEN], all[EXPERTS];
     for (int64_t t = 0; t < r->tokens; t++) {
         read_row(r->logits, r->type, t * r->pitch, r->experts, logits);
@@ -401,4 +406,20 @@ void vbrt_step_route(const Route *r) {
         for (int64_t j = 0; r->renormalized && j < r->chosen; j++) best[j] /= sum;
         write_row(best, r->weights_type, t * r->chosen, r->chosen, r->weights);
     }
+    return 1;
+}
+
+/* -- programs ----------------------------------------------------------------------------------------------------- */
+
+/* A call on prepared arguments, of this library or of linear.c; it returns 0 if it failed. */
+typedef struct {
+    int (*function)(const void *);
+    const void *with;
+} Call;
+
+/* Calls in order; the number of those that did not fail before one that did. */
+int64_t vbrt_step_run(const Call *calls, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (!calls[i].function(calls[i].with)) return i;
+    return count;
 }

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from vbrt.kernels import step
 from vbrt.kernels.cpu.build import NUMBERS, library
-from vbrt.kernels.cpu.prepared import Empty, Prepared
+from vbrt.kernels.cpu.prepared import Call, Empty, Prepared, c_call
 from vbrt.kernels.cpu.small_batch_linear import prepare_products, products
 
-__all__ = ["COLUMNS", "GATES", "QUERIES", "prepare"]
+__all__ = ["COLUMNS", "GATES", "QUERIES", "prepare", "program"]
 
 #: limits on head dimension and on queries that share keys: COLUMNS and QUERIES of step.c
 COLUMNS, QUERIES = 256, 16
@@ -89,7 +89,7 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "tokens", "keys", "columns", "mask_step")),
         *((name, ctypes.c_int64 * 3) for name in ("q_step", "k_step", "v_step")),
         ("scale", ctypes.c_float),
-        ("type", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("type", "threads", "pad")),
     )
 
 
@@ -109,9 +109,23 @@ class _Route(ctypes.Structure):
     )
 
 
-def _called(name: str, structure: ctypes.Structure, results: Sequence[Tensor], held: tuple, *more: int) -> Prepared:
-    call = functools.partial(getattr(library("step"), name), ctypes.addressof(structure), *more)
-    return Prepared(call, tuple(results), (structure, *held))
+def _called(name: str, structure: ctypes.Structure, results: Sequence[Tensor], held: tuple) -> Prepared:
+    function = getattr(library("step"), name)
+    call = functools.partial(function, ctypes.addressof(structure))
+    return Prepared(call, tuple(results), (structure, *held), c_call(function, structure))
+
+
+def program(calls: Sequence[Prepared]) -> Callable[[], None]:
+    """Return one C call that makes several, in order; all must have a `call`. It raises MemoryError if one fails."""
+    array, run = (Call * len(calls))(*[prepared.call for prepared in calls]), library("step").vbrt_step_run
+    made = functools.partial(run, array, len(calls))
+
+    def run_all() -> None:
+        done = made()
+        if done < len(calls):
+            raise MemoryError(calls[done].failure)
+
+    return run_all
 
 
 # -- preparation ------------------------------------------------------------------------------------------------------
@@ -244,8 +258,8 @@ def _attended(args: tuple, form: Any, empty: Empty) -> Prepared | None:
     steps = ((ctypes.c_int64 * 3)(*t.stride()[:3]) for t in (q, k, v))
     pointers = (*(t.data_ptr() for t in (q, k, v, y)), None if mask is None else mask.data_ptr())
     size = batch, heads, k.shape[1], tokens, k.shape[2], columns, step_of_mask
-    attention = _Attention(*pointers, *size, *steps, scale, NUMBERS[q.dtype])
-    return _called("vbrt_step_attend", attention, (y,), (q, k, v, mask), torch.get_num_threads())
+    attention = _Attention(*pointers, *size, *steps, scale, NUMBERS[q.dtype], torch.get_num_threads())
+    return _called("vbrt_step_attend", attention, (y,), (q, k, v, mask))
 
 
 def _projected(args: tuple, form: Any, empty: Empty) -> Prepared | None:
