@@ -93,7 +93,8 @@ Round trip of a weight of 2 KB: 2 to 4 us on two busy cores, with a Python threa
 nap for 30 us at a time.
 
 **A captured step** (`step.c`, `step.py`): norms with their sums, rotary embeddings with the cache's writes, gates,
-routers, small dense products and attention are one C call each.
+routers, small dense products and attention are one C call each; those that follow each other, and products of few
+tokens, are one program, whose calls C makes.
 
 **Small batch** (`small_batch_linear.py`): for pages that never move, arguments are prepared once, the inputs are in a
 buffer that the thread keeps, and layers of one input are computed in one call, which spreads the inputs and wakes the
