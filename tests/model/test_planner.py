@@ -469,8 +469,47 @@ def test_kept_parameters_that_are_in_memory_already_are_not_taken_off_again():
 
 
 def test_pages_without_room_beside_the_kept_parameters_name_both():
+    given = load_config(auto(), weights={"embeddings": False})
     with pytest.raises(ConfigError, match=r"0#dense: 16384 bytes.*The gpu also holds kept parameters of .*embed \("):
-        vbrt.make_plan(lookup(2040, "meta"), auto(), GPU)
+        vbrt.make_plan(lookup(2040, "meta"), given, GPU)
+
+
+@pytest.mark.parametrize("preset", ["dense", "fp4", "exact"])
+def test_tables_that_do_not_fit_go_into_the_tiers_in_their_own_bits(preset):
+    given = load_config(preset, weights={"min_parameters": 0})
+    plan = vbrt.make_plan(lookup(3000, "meta"), given, GPU)
+    table = next(swap for swap in plan.swaps if swap.name == "embed")
+    assert (table.format, [page.home for page in table.pages]) == ("dense", ["cpu"])
+    assert plan.warnings[-1] == plan.notes[-1]
+    assert "lookup tables do not fit beside the rest, and are held in the tiers" in plan.notes[-1]
+    assert "embed (750.0 KiB)" in plan.notes[-1]
+    assert not any("in their own bits" in note for note in vbrt.make_plan(lookup(1000, "meta"), given, GPU).notes)
+    asked = load_config(given, weights={"formats": {"embed": "nf4"}})
+    assert next(s for s in vbrt.make_plan(lookup(3000, "meta"), asked, GPU).swaps if s.name == "embed").format == "nf4"
+    with pytest.raises(ConfigError, match="do not fit"):
+        vbrt.make_plan(
+            lookup(3000, "meta"),
+            load_config(given, weights={"embeddings": False}),
+            replace(GPU, gpu_free_bytes=1 << 19),
+        )
+
+
+def test_a_model_whose_table_does_not_fit_runs_from_its_files(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=20000, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    room = replace(NO_GPU, cpu_total_bytes=64 << 20, cpu_available_bytes=9 << 20, ssd_free_bytes=1 << 30)
+    monkeypatch.setattr("vbrt.model.planner.this_machine", lambda config: room)
+    tiers = {"ssd": {"enabled": True, "path": str(tmp_path / "pages")}}
+    with pytest.warns(UserWarning, match="lookup tables do not fit beside the rest"):
+        vb = vbrt.from_pretrained(tmp_path / "model", "dense", tiers=tiers)
+    ids = torch.tensor([[5, 19999, 7]])
+    with torch.no_grad():
+        assert torch.equal(vb(ids).logits, model(ids).logits)
+    assert vb.stats().layers["model.embed_tokens"].home == "ssd"
+    vb.close()
 
 
 def test_a_budget_below_the_largest_layer_names_key_and_layer(tmp_path):

@@ -140,7 +140,8 @@ class WeightsConfig(Section):
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
     matches. min_parameters: weights with fewer elements stay dense. keep_head: output heads stay dense.
     embeddings: lookup tables (nn.Embedding) are swapped too. "auto" of both: heads and tables stay dense, but
-    those of a quantized checkpoint that stay in its own bits; tables only where a CPU computes.
+    those of a quantized checkpoint that stay in its own bits; tables only where a CPU computes, or where they do not
+    fit beside the rest (all of them then, in their own bits).
     formats: overrides of `format` and `fine` by module pattern: a format without fine plane, or "exact" for `format`
     with it. The last match wins.
     budget: with `format = "auto"`, the room for all pages, in bits per weight ("5 bits") or bytes ("2GiB").

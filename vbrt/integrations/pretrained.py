@@ -46,6 +46,7 @@ from vbrt.saves.published.dense_checkpoint import DenseCheckpoint
 from vbrt.saves.published.published_checkpoint import PublishedCheckpoint
 from vbrt.wrapper.load import load_from
 from vbrt.wrapper.wrapper import VBModelWrapper
+from vbrt.wrapper.wrapper_choice import warn_of_plan
 from vbrt.wrapper.wrapper_of import of
 
 __all__ = ["WEIGHTS", "Reader", "from_pretrained", "load_by_transformers"]
@@ -148,6 +149,7 @@ class Reader:
         if refusal is not None:
             vb.close()
             raise refusal
+        warn_of_plan(vb.plan, "from_pretrained", stacklevel=4)  # the quantizer's own were hidden, with all others
         return vb
 
 

@@ -3,6 +3,7 @@
 It also works on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import PAGE_ALIGN, PageLayout
 from vbrt.host import accelerator
 from vbrt.kernels import PageOrder
-from vbrt.layers import KINDS, HandleSpec, SwappedLayer
+from vbrt.layers import KINDS, HandleSpec, SwappedLayer, kind_of
 from vbrt.layers.weights.kernel_selection import planned_packing
 from vbrt.model.machine_memory import this_machine
 from vbrt.model.weight_choice import choose, named_modules, nbytes_of, why_none
@@ -67,7 +68,8 @@ def make_plan(
 
     Raises:
         WrapError: the model is wrapped already.
-        NoRoomError: the budgets are impossible for this model or this machine, or unswapped parameters do not fit.
+        NoRoomError: the budgets are impossible for this model or this machine, or unswapped parameters do not fit, with
+            lookup tables in the tiers either (unless `weights.embeddings` says what becomes of them).
         ConfigError: incompatible tiers.
     """
     check_instance(model, nn.Module, "make_plan(): model", "a torch.nn.Module")
@@ -86,11 +88,51 @@ def make_plan(
             f"{config.source}: tiers.gpu.devices = {list(config.tiers.gpu.devices)}; vbrt.wrap of one model splits it "
             'over devices, nothing else does: load it first, or set devices = "current"'
         )
+    machine = machine or this_machine(config)
+    plan = functools.partial(_plan, model, machine=machine, charge_kept=charge_kept, saved=saved, beside=beside)
+    try:
+        return plan(config)
+    except NoRoomError as error:
+        tables = _with_tables(model, config) if saved is None else None
+        if tables is None:
+            raise
+        try:
+            found = plan(tables)
+        except NoRoomError:
+            raise error from None
+    swapped = [swap for swap in found.swaps if any(KINDS[site.kind].by_rows for site in swap.sites)]
+    names = ", ".join(f"{swap.site.name} ({format_bytes(swap.dense_bytes)})" for swap in swapped)
+    note = (
+        f"lookup tables do not fit beside the rest, and are held in the tiers, in their own bits: {names}. Where one "
+        "lies below the gpu, each pass waits for its ids, and no step is recorded"
+    )
+    return replace(found, notes=(*found.notes, note), warnings=(*found.warnings, note))
+
+
+def _with_tables(model: nn.Module, config: VBConfig) -> VBConfig | None:
+    """Return the config that holds lookup tables in the tiers, in their own bits; None if it says what becomes of them,
+    or there are none."""
+    kinds = {name: kind_of(module) for name, module in named_modules(model).items()}
+    tables = [name for name, kind in kinds.items() if kind is not None and kind.by_rows]
+    if not tables or config.mode != "infer" or config.weights.embeddings != "auto":
+        return None
+    formats = (*((table, "dense") for table in tables), *config.weights.formats)
+    return replace(config, weights=replace(config.weights, embeddings=True, formats=formats))
+
+
+def _plan(
+    model: nn.Module,
+    config: VBConfig,
+    *,
+    machine: Machine,
+    charge_kept: bool,
+    saved: Sequence[Swap] | None,
+    beside: Beside | None,
+) -> Plan:
     modules = named_modules(model)
     swaps, skipped = choose(model, config, saved)
     if config.mode == "full":
         swaps = [whole for swap in swaps for whole in _by_parameter(swap)]
-    machine = machine or this_machine(config)
     config = with_tier_budget(config, compute_tier(config, machine))
     if config.mode == "train":
         return _training_plan(tuple(swaps), config, machine, modules, skipped)
