@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.measuring import markdown_table
+from scripts.measuring import between, markdown_table
 
 PAGE = ROOT / "docs" / "experts.md"
 MARKS = "<!-- costs: scripts/experts_table.py -->", "<!-- end of costs -->"
@@ -56,8 +56,7 @@ def _read(name: str) -> dict[str, Any]:
 
 def written(text: str) -> str:
     """A page with its table made anew."""
-    head, _, rest = text.partition(MARKS[0])
-    return f"{head}{MARKS[0]}\n\n{costs()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return between(text, MARKS, costs())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # after the checkout is on the path
 
 from scripts.hardware_tables import table
+from scripts.measuring import between
 from vbrt.config.format_records import BYTE_KINDS, GROUP_KINDS
 from vbrt.formats import get_format
 from vbrt.formats.ggml import GGML_PLANES
@@ -62,8 +63,7 @@ def _kernels(format: str) -> str:
 
 def written(text: str) -> str:
     """A page with its table made anew."""
-    head, _, rest = text.partition(MARKS[0])
-    return f"{head}{MARKS[0]}\n\n{layouts()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return between(text, MARKS, layouts())
 
 
 if __name__ == "__main__":

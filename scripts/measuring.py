@@ -49,6 +49,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     return [first, "| --- " * len(head) + "|", *others]
 
 
+def between(text: str, marks: tuple[str, str], content: str) -> str:
+    """A page with what lies between two marks, on lines of its own, made anew."""
+    head, _, rest = text.partition(marks[0])
+    return f"{head}{marks[0]}\n\n{content}\n\n{marks[1]}{rest.partition(marks[1])[2]}"
+
+
 def cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -110,8 +110,8 @@ def make_plan(
 
 
 def _with_tables(model: nn.Module, config: VBConfig) -> VBConfig | None:
-    """Return the config that holds lookup tables in the tiers, in their own bits; None if it says what becomes of them,
-    or there are none."""
+    """Return the config with lookup tables in the tiers, in their own bits; None if the given one says what becomes of
+    them, or the model has none."""
     kinds = {name: kind_of(module) for name, module in named_modules(model).items()}
     tables = [name for name, kind in kinds.items() if kind is not None and kind.by_rows]
     if not tables or config.mode != "infer" or config.weights.embeddings != "auto":

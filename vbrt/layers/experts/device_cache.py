@@ -12,6 +12,10 @@ slots; tables on the device map pages to slots (`vbrt.kernels.cuda.experts.resid
 has left its `with`, and a lease on another stream waits, on the device, for the stream of the previous lease. Captured
 graphs are replayed without this class: replay them on the stream of the other leases, or order the streams.
 
+**Prompts** that one lease does not take pass by the cache (`pass_through`): pools lend their last slots to a ring
+(`prompt_ring.py`) until the last layer. The device reads how many slots a pool may use, so captured graphs follow; none
+lends what they may need.
+
 **Ctrl-C.** A lease that was interrupted between its two launches may leave pages in the tables whose bytes were not
 copied: the next lease empties the cache first.
 """
@@ -264,7 +268,7 @@ class DeviceCache:
     @property
     def has_ring(self) -> bool:
         """True if prompts may pass through slots that are lent to them: `pass_through`."""
-        return self._lending or (sum(self._lent()) > 1 and self._segments > 1)
+        return sum(self._lent()) > 1  # a segment takes one at least
 
     def pass_through(self, layer: int, ids_Tk: Tensor, compute: Callable[[Passing], None], most: int) -> None:
         """Call `compute` with each part of a layer: experts that are resident, those with the most pairs if slots are

@@ -128,8 +128,8 @@ def _check_range(index_T: torch.Tensor, n: int) -> None:
 
 
 def _few_rows(handle: Weight, kernels: Kernels, planes: WeightPlanes, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of a table whose planes rest in the CPU's memory, without the Python of a row reader: a decoding step finds
-    that cold in the CPU's caches, and it took 1 ms."""
+    """Rows of a table whose planes rest in the CPU's memory, without the Python of a row reader, which a decoding step
+    finds cold in the CPU's caches."""
     places, n = ids.reshape(-1).tolist(), planes.shape[0]
     if not 0 <= min(places) <= max(places) < n:
         raise IndexError("index out of range in self")  # torch's words

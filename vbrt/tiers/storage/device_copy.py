@@ -48,7 +48,7 @@ def copying(
 
 def copy_pages(slots: Sequence[torch.Tensor], pages: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
     """Queue copies of pages in pinned host memory to the first of `slots`, uint8 [bytes] each, on a stream; torch's own
-    calls take the host four times as long. On a device without streams (None) they are done at the return."""
+    calls take the host longer. On a device without streams (None) they are done at the return."""
     runtime = cuda_runtime() if stream is not None and accelerator.TYPE == accelerator.CUDA else None
     if runtime is None:
         with contextlib.nullcontext() if stream is None else accelerator.stream(stream):
