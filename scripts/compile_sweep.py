@@ -357,11 +357,12 @@ def _sums(capability: int) -> Iterator[Callable[[], Any]]:
 def _residency(capability: int) -> Iterator[Callable[[], Any]]:
     for experts, tokens in itertools.product((8, 64, 512), (16, 4096)):
         yield partial(pairs.group_pairs, _empty(tokens, 8, dtype=torch.int32), experts, 64)
-    for experts, slots in ((64, 16), (128, 100), (512, 256)):
+    for experts, slots, planes in ((64, 16, 1), (128, 100, 2), (512, 256, 1)):
         room = residency.PoolRoom(slots, 1 << 20, slots, 64)
         arena = _empty(slots << 20, dtype=torch.uint8)
         layers = [residency.Experts(experts, 0)]
-        tables = residency.ResidentTables(layers, [room], arena, [0] * experts, one=4096)
+        sources = [[residency.Source(0, (1 << 20) // planes)] * planes] * experts
+        tables = residency.ResidentTables(layers, [room], arena, sources, one=4096)
         for tokens, scan in ((1, False), (64, False), (2048, True)):
             yield partial(tables.decide, 0, _empty(tokens, 8, dtype=torch.int64), scan=scan)
         for tokens in (1, 8):

@@ -13,6 +13,7 @@ rows in which it does say where a layer's time goes, in microseconds of the host
     python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--how joined] [--out results.json]
     python3 scripts/experts_decode.py --shares 10 --miss fetch compute auto [--breakdown]
     python3 scripts/experts_decode.py --shape large --layers 8 --shares 50 25 --miss fetch compute auto
+    python3 scripts/experts_decode.py --format nvfp4+exact --layers 8 --shares 25
 """
 
 import argparse
@@ -69,6 +70,7 @@ LARGE = {
     "num_experts_per_tok": 2,
 }
 SHAPES = {"qwen3-30b-a3b": {}, "large": LARGE}
+FOUR_BITS = "nvfp4"
 
 
 def build(layers: int, device: torch.device, **shape: int) -> nn.Module:
@@ -277,14 +279,14 @@ def budget_of(vb: vbrt.VBModelWrapper, share: float) -> int:
     experts = sum(page.nbytes for handle in handles for page in handle.pages)
     own = {page.key for handle in handles for page in handle.pages}
     others = sum(page.nbytes for key, page in vb.stack.pages.items() if key not in own and not page.put)
-    lease = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k]) for handle in handles)
+    lease = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k * handle.planes]) for handle in handles)
     return others + int(share * experts) + lease
 
 
 def expected(vb: vbrt.VBModelWrapper, trace: Trace) -> tuple[int, int]:
     """Hits and misses of the policy in Python, on the routing that the model has followed."""
     (cache,) = device_caches(vb)
-    sizes = {page.key: page.nbytes for handle in expert_handles(vb) for page in handle.pages}
+    sizes = {key: cache.slot_bytes[name] for name, keys in cache.keys.items() for key in keys}
     leases = []
     for token in trace.done:
         ids = trace.rows[token, :, 0].tolist()
@@ -395,6 +397,7 @@ def rows(
     how: str = "eager",
     misses: Sequence[str] = ("fetch",),
     parts: bool = False,
+    format: str = FOUR_BITS,
     **shape: int,
 ) -> Iterator[dict[str, object]]:
     """Yield the row of each case."""
@@ -411,13 +414,14 @@ def rows(
         note(f"bf16, {way}", start)
     top = "gpu" if device.type == "cuda" else "cpu"
     tiers = {top: {"budget": gpu}} | ({"cpu": {"budget": "40GiB"}} if top == "gpu" else {})
-    vb = vbrt.wrap(model, "fp4", policy={"kind": "experts"}, tiers=tiers).materialize()
+    policy = {"kind": "experts"}
+    vb = vbrt.wrap(model, "fp4", policy=policy, weights=weights_of(format), tiers=tiers).materialize()
     if device.type == "cuda":
         torch.cuda.synchronize()
     note("encoded", start)
     resident = decode(vb, trace, how=how)
     yield {
-        "case": f"4 bits, resident, {how}",
+        "case": f"{'4 bits' if format == FOUR_BITS else format}, resident, {how}",
         "ms": resident.seconds * 1e3,
         "tokens_s": 1 / resident.seconds,
         "over_bf16": {way: run.seconds / resident.seconds for way, run in runs.items()},
@@ -430,6 +434,12 @@ def rows(
         yield cached_row(vb, trace, share, resident, how=how, miss=miss, parts=parts)
         note(f"{share:.0%}, {miss}", start)
     vb.close()
+
+
+def weights_of(format: str) -> dict[str, str]:
+    """The config of a format as statistics print it: "nvfp4", or "nvfp4+exact" with a fine plane."""
+    format, _, fine = format.partition("+")
+    return {"format": format, "fine": fine or "none"}
 
 
 def note(what: str, start: float) -> None:
@@ -454,21 +464,25 @@ def main() -> None:
     )
     parser.add_argument("--miss", nargs="+", choices=MISSES, default=["fetch"], help="what becomes of missed experts")
     parser.add_argument("--breakdown", action="store_true", help="where a layer's time goes, in microseconds")
+    parser.add_argument("--format", default=FOUR_BITS, help="of the experts: nvfp4, nf4, dense, nvfp4+exact, ...")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     done = []
     shares, shape = [share / 100 for share in args.shares], SHAPES[args.shape]
     for row in rows(
-        args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown, **shape
-    ):
+        args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown,
+        format=args.format, **shape,
+    ):  # fmt: skip
         say(row)
         done.append(row)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     what = "experts-decode" if args.miss == ["fetch"] else "experts-missed"
     what += "-large" if args.shape == "large" else ""
+    what += "" if args.format == FOUR_BITS else f"-{args.format.replace('+', '-')}"
     out = args.out or ROOT / "benchmarks" / "results" / f"{what}-{name}.json"
     head = {"machine": machine(), "threads": torch.get_num_threads(), "shape": args.shape, "layers": args.layers}
+    head |= {} if args.format == FOUR_BITS else {"format": args.format}
     out.write_text(json.dumps(head | {"how": args.how, "rows": done}, indent=1) + "\n")
 
 

@@ -1,9 +1,9 @@
 """Prompts through routed experts of which a share is on the GPU; write benchmarks/results/experts-prompt-<gpu>.json.
 
-Layers of Qwen3-30B-A3B's shape with random weights in 4 bits: a forward of a prompt with all pages on the GPU, and with
-a share of the expert pages there, the others page-locked in host memory. Each token goes to experts at random, all
-alike, so a prompt reads them all. The limit of a forward is the larger of the resident one's time and that of the bytes
-of all experts, once over the link at the rate of copies of 64 MiB.
+Layers of Qwen3-30B-A3B's shape with random weights, in 4 bits by default: a forward of a prompt with all pages on the
+GPU, and with a share of the expert pages there, the others page-locked in host memory. Each token goes to experts at
+random, all alike, so a prompt reads them all. The limit of a forward is the larger of the resident one's time and that
+of the bytes of all experts, once over the link at the rate of copies of 64 MiB.
 
     python3 scripts/experts_prompt.py [--layers 12] [--shares 25 10 5] [--tokens 512 2048] [--formats nvfp4] [--profile]
 """
@@ -23,7 +23,7 @@ import torch  # after the checkout is on the path
 from torch import nn
 
 import vbrt
-from scripts.experts_decode import budget_of, build, expert_handles, host_decides, put_below
+from scripts.experts_decode import budget_of, build, expert_handles, host_decides, put_below, weights_of
 from scripts.measuring import machine
 from vbrt.estimation.advice.machine_rates import link_gb_s
 
@@ -75,7 +75,7 @@ def rows(
     model = build(layers, device)
     route_at_random(model)
     tiers = {"gpu": {"budget": "24GiB"}, "cpu": {"budget": "40GiB"}}
-    vb = vbrt.wrap(model, "fp4", policy={"kind": "experts"}, weights={"format": format}, tiers=tiers).materialize()
+    vb = vbrt.wrap(model, "fp4", policy={"kind": "experts"}, weights=weights_of(format), tiers=tiers).materialize()
     torch.manual_seed(0)
     prompts = {t: torch.randint(0, 1000, (1, t), device=device) for t in tokens}
     with torch.no_grad():

@@ -38,9 +38,9 @@ def dtype_of(format: str) -> torch.dtype:
 
 def config(format: str, **weights: Any) -> dict[str, Any]:
     """Every layer is swapped, however small, and lives in host memory."""
-    format, fine = ("nvfp4", "exact") if format == "exact" else (format, "none")
+    format, _, fine = ("nvfp4+exact" if format == "exact" else format).partition("+")
     return {
-        "weights": {"format": format, "fine": fine, "min_parameters": 0, **weights},
+        "weights": {"format": format, "fine": fine or "none", "min_parameters": 0, **weights},
         "tiers": {"gpu": {"enabled": False}},
     }
 

@@ -38,15 +38,17 @@ class Tables:
 def cached():
     """An ExpertCache whose device cache has `Tables`, and the handles of its layers."""
     device = DeviceCache.__new__(DeviceCache)  # no arena: nothing is leased
-    device._tables, device._page_bytes = Tables(), dict.fromkeys(SIZES, 40)
+    device._tables, device.fine = Tables(), {}
     device.keys = {name: tuple(f"{name}#coarse.{e}" for e in range(n)) for name, n in SIZES.items()}
+    stored = {key: SimpleNamespace(nbytes=40) for keys in device.keys.values() for key in keys}
+    device._stack = SimpleNamespace(pages=stored)
     cache = ExpertCache(SimpleNamespace(names=["gpu", "cpu"]), list)
     for name, experts in SIZES.items():
         tally = Tally()
         pages = [SimpleNamespace(nbytes=40, tally=tally, hits=0, misses=0, bytes_moved={}) for _ in range(experts)]
         deciding, spec = Deciding(), SimpleNamespace(top_k=2)
         routing = RoutingCounts(experts)
-        cache._handles[name] = SimpleNamespace(pages=pages, deciding=deciding, spec=spec, routing=routing)
+        cache._handles[name] = SimpleNamespace(pages=pages, planes=1, deciding=deciding, spec=spec, routing=routing)
     cache._cache, cache._told, cache._told_pages = device, device.totals(), device.counts()
     return cache, device._tables
 

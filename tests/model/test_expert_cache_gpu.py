@@ -9,15 +9,25 @@ from tests.models import qwen3_moe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 NAME = "model.layers.0.mlp.experts"
 EXPERTS = 16
-FORMATS = ["nvfp4", "dense"]
-CASES = [("nvfp4", None), ("dense", None), ("nvfp4", (8, 0)), ("nvfp4", (8, 9)), ("nvfp4", (12, 0))]
+FORMATS = ["nvfp4", "dense", "nvfp4+exact"]
+CASES = [
+    ("nvfp4", None),
+    ("dense", None),
+    ("nvfp4+exact", None),
+    ("mxfp4+exact", None),
+    ("nvfp4", (8, 0)),
+    ("nvfp4", (8, 9)),
+    ("nvfp4", (12, 0)),
+]
 
 
 def _wrapped(
     format: str = "nvfp4", *, policy: str = "experts", share: float = 0.5, dtype: torch.dtype = torch.bfloat16
 ) -> vbrt.VBModelWrapper:
     """Experts live in host memory; a share of them finds room on the GPU beside everything else."""
-    settings = {"weights": {"format": format, "min_parameters": 0}, "policy": {"kind": policy}}
+    format, _, fine = format.partition("+")
+    weights = {"format": format, "fine": fine or "none", "min_parameters": 0}
+    settings = {"weights": weights, "policy": {"kind": policy}}
     settings["compute"] = {"where": "device"}  # the CPU's products round otherwise
     model = qwen3_moe(dtype=dtype, count=EXPERTS, layers=3)
     plan = vbrt.make_plan(model, vbrt.config.load_config(settings))

@@ -85,6 +85,8 @@ class ExpertPages:
         layout: of every page.
         pages: by expert, uint8; None if not leased, or known to the device only.
         addresses: (on a GPU) int64 [E], device address of each expert's page; undefined for experts without one.
+        places: (on a GPU, of `exact` experts, whose coarse planes these are) int64 [E, F], device addresses of the
+            fields of both planes; undefined for experts without pages.
         down_format: of the part "down"; "": as of the others.
         whole: (tokens, pairs) of the pass of which a call computes a part: kernels are chosen by them, so that parts
             have its bits; (0, 0): a call is whole.
@@ -98,6 +100,7 @@ class ExpertPages:
     addresses: Tensor | None = None
     down_format: str = ""
     whole: tuple[int, int] = (0, 0)
+    places: Tensor | None = None
 
     def counts_of(self, ids_Tk: Tensor) -> tuple[int, int]:
         """Return (tokens, pairs) by which kernels are chosen."""

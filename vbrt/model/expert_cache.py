@@ -88,8 +88,10 @@ class ExpertCache:
             why = "they are all fetched" if self.hosted is None else self.hosted.refusal(served.values())
             if self.missed is not None and why and not self.missed.left_to_device(served.values(), capacity, why):
                 return
-            keys, policy = {name: handle.keys for name, handle in served.items()}, self._stack.levels[0].policy
-            self._cache = DeviceCache(self._stack, keys, capacity, scope=policy.scope)
+            keys = {name: handle.keys[:: handle.planes] for name, handle in served.items()}
+            fine = {name: handle.keys[1::2] for name, handle in served.items() if handle.spec.fine}
+            scope = self._stack.levels[0].policy.scope
+            self._cache = DeviceCache(self._stack, keys, capacity, scope=scope, fine=fine)
         except TierError as error:
             self.fallbacks = [f"the host decides which experts are resident: {error}"]
             return
@@ -98,7 +100,8 @@ class ExpertCache:
         hosted = {} if why else self._hosted_layers(served)
         for number, (name, handle) in enumerate(served.items()):
             form = handle.form([None] * handle.spec.experts)
-            handle.deciding.begin_on_device(CachedLayer(self._cache, number, form, hosted.get(name)))
+            exact = handle.places if handle.spec.fine else None
+            handle.deciding.begin_on_device(CachedLayer(self._cache, number, form, hosted.get(name), exact))
 
     def _hosted_layers(self, served: dict[str, ExpertsHandle]) -> Mapping[str, HostedLayer]:
         try:
@@ -114,7 +117,9 @@ class ExpertCache:
         """Return the bytes of the GPU's budget that no other page needs."""
         stack, own = self._stack, {key for handle in served.values() for key in handle.keys}
         others = [page.nbytes for key, page in stack.pages.items() if page.home and page.passes and key not in own]
-        token = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k]) for handle in served.values())
+        token = max(
+            sum(page.nbytes for page in handle.pages[: handle.spec.top_k * handle.planes]) for handle in served.values()
+        )
         passing = min(sum(others), _PASSING * 2 * max(others, default=0))
         return stack.levels[0].free_bytes - passing - token
 
@@ -144,9 +149,8 @@ class ExpertCache:
         for name, of in self._told.items():
             handle = self._handles[name]
             handle.deciding.note_resident(of.resident)
-            page = handle.pages[0]
-            more = DeviceTotals(*map(operator.sub, of, before[name]))
-            _count(page.tally, (more.hits, more.misses, more.computed), page.nbytes, link)
+            more, pages = DeviceTotals(*map(operator.sub, of, before[name])), handle.planes
+            _count(handle.pages[0].tally, pages * more.hits, pages * more.misses, more.bytes_in, link)
             handle.routing.computed += more.computed
             tokens = more.named // handle.spec.top_k
             handle.routing.add(more.leases, tokens, more.touched, compared=more.compared, reused=more.reused)
@@ -200,16 +204,17 @@ def _end_hosting(handle: ExpertsHandle) -> None:
 
 
 def _count_each(pages: Sequence[Page], now: DeviceCounts, before: DeviceCounts, link: str) -> None:
-    columns = ((after - early).tolist() for after, early in zip(now[:3], before[:3], strict=True))
-    for page, *more in zip(pages, *columns, strict=True):
-        if any(more):
-            _count(page, more, page.nbytes, link)
+    columns = [(after - early).tolist() for after, early in zip(now[:3], before[:3], strict=True)]
+    planes = len(pages) // len(columns[0])
+    for number, page in enumerate(pages):
+        hits, misses, computed = (column[number // planes] for column in columns)
+        if hits or misses:
+            _count(page, hits, misses, (misses - computed) * page.nbytes, link)
 
 
-def _count(counted: Page | Tally, more: Sequence[int], nbytes: int, link: str) -> None:
-    """Add the device's hits, misses and misses that the host computed to a counter."""
-    hits, misses, computed = more
+def _count(counted: Page | Tally, hits: int, misses: int, nbytes: int, link: str) -> None:
+    """Add the device's hits, misses, and bytes copied in to a counter."""
     counted.hits += hits
     counted.misses += misses
-    if misses > computed:
-        counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + (misses - computed) * nbytes
+    if nbytes:
+        counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + nbytes

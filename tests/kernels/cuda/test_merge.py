@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests import forked
+from tests.kernels.cuda.gpu_cases import compiled
 from tests.matrix import matrix
 from vbrt.formats import WeightPlanes, get_format, merge_fine, split_fine
 from vbrt.formats.fine_plane import SPAN
@@ -69,6 +70,52 @@ def test_the_kernel_gives_every_bit_back_in_the_interpreter():
     assert done.stdout.strip() == "same bits", done.stderr
 
 
+def places_of(weights, name):
+    """The planes of some weights, and where their fields lie, behind two columns of another matrix."""
+    planes = [planes_of(w, name) for w in weights]
+    rows, tensors = [], []
+    for each in planes:
+        levels, values, scale = get_format(name).tables(each.coarse)
+        fields = {**each.coarse, **each.fine, "tensor_scale": scale, "levels": levels, "values": values}
+        own = [fields.get(field, fields["low"]) for field in merge.FIELDS]
+        tensors.append(own)
+        rows.append([0, 0, *(tensor.data_ptr() for tensor in own)])
+    return tensors, torch.tensor(rows, device=weights[0].device)
+
+
+def test_the_kernel_merges_many_experts_in_one_launch_in_the_interpreter():
+    pytest.importorskip("triton")
+    code = """
+        import torch
+        from tests.kernels.cuda.test_merge import FORMATS, places_of
+        from vbrt.kernels.cuda.fine import merge
+        torch.manual_seed(0)
+        for name in FORMATS:
+            for dtype in (torch.bfloat16, torch.float16):
+                w = (torch.randn(3, 33, 640) * torch.exp(3 * torch.randn(3, 33, 1))).to(dtype)
+                held, places = places_of(w, name)
+                out = merge.merge_experts(places, torch.tensor([2, -1, 0]), (33, 640), dtype, name, first=2)
+                want = torch.stack((w[2], torch.zeros_like(w[1]), w[0]))
+                assert torch.equal(out.view(torch.int16), want.view(torch.int16)), (name, dtype)
+        print("same bits")
+    """
+    done = forked.run(textwrap.dedent(code), interpreted=True)
+    assert done.stdout.strip() == "same bits", done.stderr
+
+
+@matrix(width=[8, 12], capability=[80, 75, 90, 120], at_most=1)
+def test_the_kernel_of_many_experts_compiles(capability, width):
+    pytest.importorskip("triton")
+    from vbrt.kernels.cuda.fine.merge_triton import merge_experts_kernel
+
+    types = {"place_ptr": "*i64", "expert_ptr": "*i64", "out_ptr": "*i16"}
+    types |= dict.fromkeys(("total", "columns", "first", "fields"), "i32")
+    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE_CODES": 0x101, "WIDTH": width}
+    aligned = ("out_ptr", "total", "columns")
+    done = compiled(merge_experts_kernel, types, constants, capability, warps=8, aligned=aligned, gluon=False)
+    assert "ld.global.v4.b32" in done.asm["ptx"] and "st.global.v4.b32" in done.asm["ptx"]
+
+
 @matrix(width=[8, 12], words=[0, 288], capability=[80, 100, 90, 120], at_most=3)
 def test_the_kernel_compiles(capability, width, words):
     triton = pytest.importorskip("triton")
@@ -129,3 +176,22 @@ def test_decode_on_a_gpu_gives_every_bit_back_without_a_synchronization(name, dt
             torch.cuda.set_sync_debug_mode("default")
     else:
         assert shape[1] % get_format(name).block
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(64, 4096), (33, 128), (1536, 2048)])
+def test_many_experts_on_a_gpu_have_every_bit_without_a_synchronization(name, shape):
+    torch.manual_seed(0)
+    w = (torch.randn(5, *shape, device="cuda") * torch.exp(torch.randn(5, shape[0], 1, device="cuda"))).bfloat16()
+    held, places = places_of(w, name)
+    experts = torch.tensor([4, 0, -1, 2], device="cuda")
+    merge.merge_experts(places, experts, shape, w.dtype, name, first=2)  # which compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = merge.merge_experts(places, experts, shape, w.dtype, name, first=2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = torch.stack((w[4], w[0], torch.zeros_like(w[1]), w[2]))
+    assert held and torch.equal(out.view(torch.int16), want.view(torch.int16))

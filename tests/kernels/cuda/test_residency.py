@@ -13,7 +13,7 @@ def test_the_kernel_that_fetches_loads_16_bytes_a_thread(capability):
     from vbrt.kernels.cuda.experts.fetch_triton import fetch_kernel
 
     types = {"fetch_ptr": "*i64", "arena_ptr": "*i64", "units": "i32"}
-    constants = {"EXPERTS": 128, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
+    constants = {"PAGES": 128, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
     done = compiled(
         fetch_kernel, types, constants, capability, warps=_WARPS, aligned=("fetch_ptr", "arena_ptr"), gluon=False
     )
@@ -27,12 +27,13 @@ def test_tables_are_cut_at_sums_and_powers_of_two():
 
 
 @matrix(capability=[90, 75, 120], at_most=1)
-def test_the_kernel_that_leaves_misses_to_the_host_compiles(capability):
+@pytest.mark.parametrize("planes", [1, 2])
+def test_the_kernel_that_leaves_misses_to_the_host_compiles(capability, planes):
     pytest.importorskip("triton")
     from vbrt.kernels.cuda.experts.resolve_triton import resolve_kernel
 
     names = list(resolve_kernel.arg_names)
     numbers = names.index("P")
     types = dict.fromkeys(names[:numbers], "*i64") | dict.fromkeys(names[numbers:], "i32")
-    constants = {"EXPERTS": 128, "SLOTS": 16, "IDS": 8, "ONE": 1 << 12, "SCAN": False, "HOSTS": True}
+    constants = {"EXPERTS": 128, "SLOTS": 16, "IDS": 8, "ONE": 1 << 12, "SCAN": False, "HOSTS": True, "PLANES": planes}
     assert compiled(resolve_kernel, types, constants, capability, warps=1, aligned=(), gluon=False).asm["ptx"]

@@ -19,16 +19,24 @@ PAGE = 4096
 
 
 class Experts:
-    """Experts of some layers in a stack, with random bytes, as many as `counts` says of `pages` * 4 KiB each."""
+    """Experts of some layers in a stack, with random bytes, as many as `counts` says, of `pages` * 4 KiB; where `fine`
+    says so, with fine pages of that many or one more. `sizes`: of an expert's place in a cache, by coarse key."""
 
-    def __init__(self, device, counts, pages, *, gpu_bytes=1 << 30):
+    def __init__(self, device, counts, pages, *, fine=None, gpu_bytes=1 << 30):
         self.counts, self.owners = counts, []
         near, far = MemoryTier("gpu", device, gpu_bytes), MemoryTier("cpu", torch.device("cpu"), 1 << 40, pinned=True)
         self.stack = TierStack([Level(near, LRUPolicy(gpu_bytes)), far])
         self.layers = {f"layer{i}": [f"layer{i}.experts#coarse.{e}" for e in range(n)] for i, n in enumerate(counts)}
         self.sizes = {key: PAGE * n for keys, n in zip(self.layers.values(), pages, strict=True) for key in keys}
-        self.content = {}
-        for key, nbytes in self.sizes.items():
+        self.content, more = {}, dict(zip(self.layers, fine or [0] * len(counts), strict=True))
+        self.fine = {
+            name: [key.replace("coarse", "fine") for key in keys] for name, keys in self.layers.items() if more[name]
+        }
+        stored = dict(self.sizes)
+        for name, keys in self.fine.items():
+            stored |= {key: PAGE * (more[name] + e % 2) for e, key in enumerate(keys)}
+            self.sizes |= {key: self.sizes[key] + PAGE * (more[name] + 1) for key in self.layers[name]}
+        for key, nbytes in stored.items():
             self.owners.append(Owner(self.stack))
             self.content[key] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
             layout = build_layout("dense", "coarse", [("weight", "uint8", (nbytes,))])
@@ -37,7 +45,7 @@ class Experts:
     def cache(self, slots, *, scope="layer"):
         """A cache with so many slots a layer, all layers alike."""
         one_of_each = sum(max(self.sizes[key] for key in keys) for keys in self.layers.values())
-        return DeviceCache(self.stack, self.layers, slots * one_of_each, scope=scope)
+        return DeviceCache(self.stack, self.layers, slots * one_of_each, scope=scope, fine=self.fine)
 
     def keys(self, layer, ids):
         """The pages that ids name, ascending, once each."""
@@ -73,10 +81,10 @@ def simulated(policy, trace, sizes):
     return {key: pair for key, pair in pages.items() if any(pair)}, frozenset(policy.resident())
 
 
-def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
+def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3, fine=None):
     """Lease at random in the interpreter; hits, misses, residents and bytes are those of the policy after each."""
     residency._PROGRAMS = 1
-    choose, experts = random.Random(seed), Experts(torch.device("cpu"), counts_of_layers, pages)
+    choose, experts = random.Random(seed), Experts(torch.device("cpu"), counts_of_layers, pages, fine=fine)
     cache, trace = experts.cache(slots, scope=scope), []
     of_layers = [RoutingCounts(count) for count in counts_of_layers]
     largest = {f"{name}.experts#coarse": experts.sizes[keys[0]] for name, keys in experts.layers.items()}
@@ -99,10 +107,13 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3):
     policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=scope, layers=largest)
     want, resident = simulated(policy, [item for item in trace if item], experts.sizes)
     assert counts(cache) == want, (seed, counts(cache), want)
+    resident |= {key.replace("coarse", "fine") for key in resident if key.partition(".")[0] in experts.fine}
     assert cache.resident() == resident, (seed, cache.resident() ^ resident)
+    moved = sum(want.get(key.replace("fine", "coarse"), (0, 0))[1] * len(page) for key, page in experts.content.items())
+    assert sum(of_layer.bytes_in for of_layer in cache.counts().values()) == moved, seed
     for total, c in zip(cache.totals().values(), of_layers, strict=True):
-        assert total[4:] == (c.cached, c.tokens, c.touched, c.compared, c.reused), (seed, total, c.compared, c.reused)
-    evictions = sum(misses for _, misses in want.values()) - len(resident)
+        assert total[5:] == (c.cached, c.tokens, c.touched, c.compared, c.reused), (seed, total, c.compared, c.reused)
+    evictions = sum(misses for _, misses in want.values()) - sum("coarse" in key for key in resident)
     cache.close()
     experts.stack.close()
     return evictions
@@ -125,7 +136,8 @@ def check(experts, layer, ids, addresses):
     """Each leased page's bytes lie where the addresses say."""
     for key in experts.keys(layer, ids):
         at = int(addresses[int(key.rpartition(".")[2])])
-        here = bytes(experts.content[key].numpy())
+        fine = experts.content.get(key.replace("coarse", "fine")) if experts.fine else None
+        here = bytes(experts.content[key].numpy()) + (b"" if fine is None else bytes(fine.numpy()))
         assert ctypes.string_at(at, len(here)) == here, key
 
 

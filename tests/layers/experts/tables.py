@@ -1,16 +1,24 @@
-"""Stand-ins on a CPU for the kernels that decide which experts are resident, fetch their pages and gather them.
+"""Stand-ins on a CPU for the kernels that decide which experts are resident, fetch their pages, gather and merge them.
 
 The rule is another than theirs: the slot after the last one that was filled gives way, if its page is not leased.
 """
 
 import ctypes
+import math
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["launch"]
+from vbrt.formats import get_format, merge_fine
+from vbrt.formats.fine_plane import wide_codes_in
+from vbrt.formats.page import DTYPES
+from vbrt.kernels.cuda.fine import merge
+
+__all__ = ["launch", "merge_experts"]
 
 
 def launch(name: str) -> Any:
@@ -24,10 +32,17 @@ def launch(name: str) -> Any:
 
 
 def _resolve(
-    programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, SCAN: bool, HOSTS: bool, **others: Any
+    programs: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    *,
+    SCAN: bool,
+    HOSTS: bool,
+    PLANES: int,
+    **others: Any,
 ) -> None:
     ids, pages, slots, clock, sources, addresses, fetch, arena, _, shares, _, kept = tensors
-    _, experts, first_page, _, first_slot, _, _, page_bytes, _, _ = numbers
+    _, experts, first_page, _, first_slot, _, _, page_bytes, _, _, second_at = numbers
     room = int(clock[5])
     named = sorted({e for e in ids.flatten().tolist() if 0 <= e < experts})
     missing, place = [], pages[0]
@@ -51,14 +66,43 @@ def _resolve(
             if old >= 0:
                 place[old] = -1
             place[page], slots[0, first_slot + at] = at, page
-            missing.append((int(sources[page]), arena.data_ptr() + at * page_bytes))
+            for plane in range(PLANES):
+                source, units = sources[2 * plane : 2 * plane + 2, page].tolist()
+                missing.append((source, arena.data_ptr() + at * page_bytes + plane * second_at, units))
         addresses[e] = arena.data_ptr() + int(place[page]) * page_bytes
-    fetch[0], stride = len(missing), others["EXPERTS"]
-    for i, (source, target) in enumerate(missing):
-        fetch[1 + i], fetch[1 + stride + i] = source, target
+    fetch[0], stride = len(missing), PLANES * others["EXPERTS"]
+    for i, of_page in enumerate(missing):
+        for part, number in enumerate(of_page):
+            fetch[1 + part * stride + i] = number
 
 
-def _fetch(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, EXPERTS: int, **_: Any) -> None:
-    table, nbytes = tensors[0].tolist(), numbers[0] * 4096
+def _fetch(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, PAGES: int, **_: Any) -> None:
+    table = tensors[0].tolist()
     for i in range(table[0]):
-        ctypes.memmove(table[1 + EXPERTS + i], table[1 + i], nbytes)
+        source, target, units = table[1 + i :: PAGES][:3]
+        assert units <= numbers[0]
+        ctypes.memmove(target, source, 4096 * units)
+
+
+def merge_experts(
+    places_EF: Tensor, experts_P: Tensor, shape: tuple[int, int], dtype: torch.dtype, format: str, *, first: int
+) -> Tensor:
+    """In the place of `fine.merge.merge_experts`, of bf16: each weight by the reference, from where its fields lie."""
+    fmt, columns = get_format(format), slice(first, first + len(merge.FIELDS))
+    with _disable_current_modes():
+        out = torch.zeros(len(experts_P), *shape, dtype=dtype)
+        for place, expert in enumerate(experts_P.tolist()):
+            if expert >= 0:
+                at = dict(zip(merge.FIELDS, places_EF[expert, columns].tolist(), strict=True))
+                fields = fmt.layout(shape, dtype).fields
+                coarse = {field.name: _read(at[field.name], DTYPES[field.dtype], field.shape) for field in fields}
+                low, wide = _read(at["low"], torch.uint8, shape), wide_codes_in(coarse["codes"], shape[1], fmt)
+                side = _read(at["side"], torch.int8, (int(wide.sum()),))
+                escapes = _read(at["escapes"], torch.int16, (int(((low == 128) & ~wide).sum()),))
+                out[place] = merge_fine(coarse, {"low": low, "side": side, "escapes": escapes}, fmt, shape, dtype)
+    return out
+
+
+def _read(address: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    data = ctypes.string_at(address, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)

@@ -57,8 +57,10 @@ def test_hits_misses_residents_and_bytes_are_those_of_the_policy():
         print(compare(1, (9, 14), (1, 2), 3, "layer", 5))   # other sizes; a token may name more than the slots
         print(compare(2, (11, 11), (1, 1), 6, "model", 26))
         print(compare(3, (5,), (5,), 9, "layer", 3))         # room for all, pages of more than a block
+        print(compare(4, (13, 9), (1, 2), 4, "layer", 8, fine=(2, 0)))  # two planes, and one
+        print(compare(5, (11, 11), (1, 1), 6, "model", 26, fine=(1, 1)))
     """)
-    assert [int(n) > 10 for n in evicted] == [True, True, True, False], evicted
+    assert [int(n) > 10 for n in evicted] == [True, True, True, False, True, True], evicted
 
 
 @pytest.mark.exhaustive
@@ -292,12 +294,13 @@ def bytes_at(memory, address, nbytes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fine", [0, 17])
 @pytest.mark.parametrize("scope", ["layer", "model"])
-def test_the_right_bytes_arrive_without_a_synchronization_and_counts_are_those_of_the_policy(scope):
+def test_the_right_bytes_arrive_without_a_synchronization_and_counts_are_those_of_the_policy(scope, fine):
     choose, device = random.Random(0), torch.device("cuda", 0)
-    experts = Experts(device, (60, 60), (11, 11))
+    experts = Experts(device, (60, 60), (11, 11), fine=(fine, fine))
     cache, trace = experts.cache(24, scope=scope), []
-    largest = {f"{name}.experts#coarse": 11 * PAGE for name in experts.layers}
+    largest = {f"{name}.experts#coarse": experts.sizes[keys[0]] for name, keys in experts.layers.items()}
     for turn in range(200):
         layer = turn % 2
         ids_cpu = routing(choose, 60, choose.choice((1, 3)), 6)
@@ -312,9 +315,12 @@ def test_the_right_bytes_arrive_without_a_synchronization_and_counts_are_those_o
         trace.append(experts.keys(layer, ids_cpu))
         for key in trace[-1]:
             at = int(found[int(key.rpartition(".")[2])])
-            assert torch.equal(bytes_at(cache._arena.memory, at, 11 * PAGE), experts.content[key]), (turn, key)
-    want = simulated(ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=scope, layers=largest), trace, experts.sizes)
-    assert (counts(cache), cache.resident()) == want
+            of_key = [experts.content[each] for each in (key, key.replace("coarse", "fine"))[: 1 + bool(fine)]]
+            here = torch.cat(of_key)
+            assert torch.equal(bytes_at(cache._arena.memory, at, len(here)), here), (turn, key)
+    policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=scope, layers=largest)
+    want, resident = simulated(policy, trace, experts.sizes)
+    assert (counts(cache), {key for key in cache.resident() if "coarse" in key}) == (want, resident)
     experts.stack.close()
 
 

@@ -22,7 +22,7 @@ class Asked:
 
     def __call__(self, layer, expert):
         self.order.append((layer, expert))
-        return page(layer, expert)
+        return page(layer, expert).split(PAGE - 24)  # two planes of one expert
 
 
 def passed(ring, memory, layer, experts, following=()):

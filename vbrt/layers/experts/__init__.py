@@ -14,7 +14,7 @@ parameters.
 | `library_product.py`, `library_experts.py` | lossless: the implementation that the config names, on leased experts |
 | `expert_stack.py`, `sequential.py`, `unread_stack.py` | how these see leased experts, not one tensor of all |
 | `kernels_product.py`, `gates.py`, `special_calls.py` | 4 and 8 bits: ops on pages; gates; special classes |
-| `gathered_dense.py` | dense experts, gathered by the device |
+| `gathered_experts.py` | dense experts, gathered by the device |
 | `experts_handle.py`, `leased_experts.py`, `expert_pages_io.py` | the weights: pages, leases, pickles |
 | `experts_coder.py`, `expert_encoding.py` | encoding and decoding, and which kernels |
 | `device_cache.py`, `residency_owner.py`, `residency_reasons.py` | residency decided by the GPU; who decides, why |

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from vbrt.errors import TierError
 from vbrt.host import accelerator
-from vbrt.kernels.cuda.experts.residency import Experts, Heard, PoolRoom, ResidentTables, Shares
+from vbrt.kernels.cuda.experts.residency import Experts, Heard, PoolRoom, ResidentTables, Shares, Source
 from vbrt.layers.experts.prompt_ring import PromptRing, chunks, ring_room
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
@@ -58,6 +58,7 @@ class DeviceTotals(NamedTuple):
     """Counters of a layer summed over its experts, with the number of resident pages.
 
     Attributes:
+        bytes_in: copied in.
         leases, named, touched, compared, reused: without scans: leases, ids of experts, touched experts, touched
             experts of leases that directly follow another one, and of these, experts touched by that one, too.
     """
@@ -65,6 +66,7 @@ class DeviceTotals(NamedTuple):
     hits: int = 0
     misses: int = 0
     computed: int = 0
+    bytes_in: int = 0
     resident: int = 0
     leases: int = 0
     named: int = 0
@@ -98,35 +100,45 @@ class Passing(NamedTuple):
 
 
 class DeviceCache:
-    """Cache of one plane of the experts of some layers, with residency decided by the device.
+    """Cache of the experts of some layers, with residency decided by the device.
 
     Args:
         stack: that has the pages.
         layers: the keys of each layer's pages, expert by expert, in the order of the model.
         capacity_bytes: of the computing tier's budget.
         scope: "layer" or "model"; see `vbrt.residency.expert_pages`.
+        fine: the keys of the fine pages of layers whose experts have two planes: a slot has both, one behind the other.
 
     Attributes:
         layers: their names; `lease` takes the number of one.
-        keys, scope: as given.
+        keys, fine, scope: as given.
         recorded: True once a CUDA graph has captured slot addresses; cleared when all such graphs are dropped.
         capacity_bytes: of the arena.
+        slot_bytes: of a slot that takes any expert of a layer, by layer.
 
     Raises:
-        TierError: pages are not in pinned host memory, or of several sizes although they share slots; the budget has
+        TierError: pages are not in pinned host memory, or of several sizes although they share slots or are alike (fine
+            pages have any); the budget has
             no room, or `capacity_bytes` none for a page of each layer. Nothing has changed then: leases of the stack
             work, with the host deciding.
     """
 
     def __init__(
-        self, stack: TierStack, layers: Mapping[str, Sequence[str]], capacity_bytes: int, *, scope: str = "layer"
+        self,
+        stack: TierStack,
+        layers: Mapping[str, Sequence[str]],
+        capacity_bytes: int,
+        *,
+        scope: str = "layer",
+        fine: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._stack, self.keys, self.scope = stack, {name: tuple(keys) for name, keys in layers.items()}, scope
+        self.fine = {name: tuple(keys) for name, keys in (fine or {}).items()}
         self.layers = tuple(layers)
         self._lock = threading.RLock()
         self._stream: torch.Stream | None = None
         self.recorded = self._deciding = self._leased = self._lending = False
-        self._page_bytes = {name: _page_bytes(stack, name, keys) for name, keys in self.keys.items()}
+        self.slot_bytes = {name: self._bytes_of_slot(name) for name in self.keys}
         self._arena: Arena | None = None
         self._reserve(capacity_bytes)
 
@@ -141,34 +153,50 @@ class DeviceCache:
         """Make the arena and its tables."""
         layers, pools = self._rooms(capacity_bytes)
         nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
-        sources = [key for keys in self.keys.values() for key in keys]
-        arena = Arena(self._stack, f"{sources[0]}#cache", sources, nbytes)
-        tables = ResidentTables(layers, pools, arena.memory, arena.addresses, one=ONE)
+        experts = [keys for name in self.keys for keys in self._planes(name)]
+        arena = Arena(self._stack, f"{experts[0][0]}#cache", [key for keys in experts for key in keys], nbytes)
+        sizes, places = self._stack.pages, iter(arena.addresses)
+        sources = [[Source(next(places), sizes[key].nbytes) for key in keys] for keys in experts]
+        tables = ResidentTables(layers, pools, arena.memory, sources, one=ONE)
         if accelerator.is_device(arena.memory):
             self._stream = accelerator.current_stream(arena.memory.device)
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
         self._needed = [1] * len(pools)
         self._forget_ring()
 
-    def _source(self, layer: int, expert: int) -> Tensor:
-        """Return an expert's page in host memory, which does not move while the cache lives."""
-        page = self._stack.pages[self.keys[self.layers[layer]][expert]]
-        return self._stack.levels[page.home].slots[page.key].view
+    def _planes(self, name: str) -> list[tuple[str, ...]]:
+        """Return the keys of each expert's pages."""
+        keys, fine = self.keys[name], self.fine.get(name)
+        return [(key,) for key in keys] if fine is None else list(zip(keys, fine, strict=True))
+
+    def _bytes_of_slot(self, name: str) -> int:
+        """Return the bytes of a slot that takes any expert of a layer. Raises TierError if coarse pages differ."""
+        pages, fine = self._stack.pages, self.fine.get(name, ())
+        return _page_bytes(self._stack, name, self.keys[name]) + max(
+            (pages[key].nbytes for key in fine if key in pages), default=0
+        )
+
+    def _source(self, layer: int, expert: int) -> list[Tensor]:
+        """Return an expert's pages in host memory, which do not move while the cache lives."""
+        name = self.layers[layer]
+        keys = [of_plane[expert] for of_plane in (self.keys[name], *((self.fine[name],) if name in self.fine else ()))]
+        pages = [self._stack.pages[key] for key in keys]
+        return [self._stack.levels[page.home].slots[page.key].view for page in pages]
 
     def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
         by_layer = self.scope == "layer"
-        if not by_layer and len(set(self._page_bytes.values())) > 1:
+        if not by_layer and len(set(self.slot_bytes.values())) > 1:
             raise TierError(
-                f"{self.layers[0]}: layers have pages of {len(set(self._page_bytes.values()))} sizes; a device cache "
+                f"{self.layers[0]}: layers have pages of {len(set(self.slot_bytes.values()))} sizes; a device cache "
                 'that they share takes equal ones: set policy.scope = "layer"'
             )
-        room = ExpertRoom(by_layer=by_layer, layers=self._page_bytes)
+        room = ExpertRoom(by_layer=by_layer, layers=self.slot_bytes)
         room.resize(capacity_bytes)
         shares = room.shares() if by_layer else {self.layers[0]: capacity_bytes}
         experts = {name: len(keys) for name, keys in self.keys.items()}
         most = experts if by_layer else {self.layers[0]: sum(experts.values())}
         layers = len(self.keys) if not by_layer else 1
-        pools = [_pool(name, share, self._page_bytes[name], most[name], layers) for name, share in shares.items()]
+        pools = [_pool(name, share, self.slot_bytes[name], most[name], layers) for name, share in shares.items()]
         return [Experts(count, i if by_layer else 0) for i, count in enumerate(experts.values())], pools
 
     # -- slots that pools lend to prompts -----------------------------------------------------------------------------
@@ -181,7 +209,7 @@ class DeviceCache:
     def _lent(self) -> list[int]:
         """Return how many slots each pool lends to a prompt's ring, none that a recorded graph may need."""
         if self._lends is None:
-            tables, largest = self._tables, max(self._page_bytes.values())
+            tables, largest = self._tables, max(self.slot_bytes.values())
             pools, sharing = tables.pools, Counter(layer.pool for layer in tables.layers)
             own = [pool.slots if pool.page_bytes == largest else 0 for pool in pools]  # they take any page
             missing = max(layer.count - pools[layer.pool].slots // sharing[layer.pool] for layer in tables.layers)
@@ -423,18 +451,26 @@ class DeviceCache:
 
     def counts(self) -> dict[str, DeviceCounts]:
         """Return the counters by layer; waits for the device."""
-        sizes = [len(keys) for keys in self.keys.values()]
-        rows = zip(self.keys, *(counts.split(sizes) for counts in self._tables.counts()), strict=True)
-        return {name: DeviceCounts(h, m, c, int((m - c).sum()) * self._page_bytes[name]) for name, h, m, c in rows}
+        sizes, counts = [len(keys) for keys in self.keys.values()], self._counts()
+        rows = zip(self.keys, *(of_all.split(sizes) for of_all in counts), strict=True)
+        return {name: DeviceCounts(*of, int(fetched.sum())) for name, *of, fetched in rows}
+
+    def _counts(self) -> Tensor:
+        """Return hits, misses, misses that the host computed, and bytes copied in, int64 [4, pages] on the CPU."""
+        counts, pages = self._tables.counts(), self._stack.pages
+        nbytes = [sum(pages[key].nbytes for key in keys) for name in self.keys for keys in self._planes(name)]
+        fetched = (counts[1] - counts[2]) * torch.tensor(nbytes, dtype=torch.int64, device="cpu")
+        return torch.cat((counts, fetched.unsqueeze(0)))
 
     def resident(self) -> frozenset[str]:
         """Return the keys of resident pages; waits for the device."""
-        keys = [key for keys in self.keys.values() for key in keys]
-        return frozenset(key for key, slot in zip(keys, self._tables.resident().tolist(), strict=True) if slot >= 0)
+        experts = [keys for name in self.keys for keys in self._planes(name)]
+        slots = self._tables.resident().tolist()
+        return frozenset(key for keys, slot in zip(experts, slots, strict=True) if slot >= 0 for key in keys)
 
     def totals(self) -> dict[str, DeviceTotals]:
         """Return the sums of each layer, in a few steps for all of them; waits for the device."""
-        rows = torch.cat((self._tables.counts(), (self._tables.resident() >= 0).long().unsqueeze(0)))
+        rows = torch.cat((self._counts(), (self._tables.resident() >= 0).long().unsqueeze(0)))
         ends = torch.tensor([0, *accumulate(map(len, self.keys.values()))], dtype=torch.int64, device="cpu")
         sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))[:, ends].diff(dim=1)
         of_layers = torch.cat((sums.t(), self._tables.routed()), dim=1).tolist()

@@ -21,6 +21,7 @@ from vbrt.formats.page import PageLayout
 from vbrt.host.mapped_weights import page_out
 from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.kernels.experts import ExpertPages
+from vbrt.layers.experts.exact_places import ExactPlaces
 from vbrt.layers.experts.expert_encoding import EncodedExperts
 from vbrt.layers.experts.expert_pages_io import Uneven, pickled, unpickled, write_pages
 from vbrt.layers.experts.experts_coder import ExpertsCoder
@@ -37,7 +38,7 @@ from vbrt.layers.weights.weight_view import Lender, dense_parameter, follow_enco
 from vbrt.libraries.torch_api import is_fake
 from vbrt.residency.access_counts import RoutingCounts
 from vbrt.residency.plan import PageSpec
-from vbrt.tiers import Owner, TierStack
+from vbrt.tiers import Owner, Page, TierStack
 
 __all__ = ["ExpertsHandle"]
 
@@ -74,6 +75,7 @@ class ExpertsHandle(PagesHandle):
         self.kernel = "reference"
         self.routing, self.deciding = RoutingCounts(spec.experts), Deciding()
         self.ready: ExpertPages | None = None
+        self._places: tuple[tuple[Page, ...], ExactPlaces] | None = None
         self.spec, self.coder = spec, ExpertsCoder(spec, self.device, self.fallbacks)
         register_weight(self)
 
@@ -81,6 +83,15 @@ class ExpertsHandle(PagesHandle):
     def planes(self) -> int:
         """The number of planes of an expert."""
         return 2 if self.spec.fine else 1
+
+    @property
+    def places(self) -> ExactPlaces:
+        """The places of fields in the pages of `exact` experts, found once for the pages."""
+        pages, found = self.pages, self._places
+        if found is None or found[0] is not pages:
+            layouts = [self.layouts_of(expert) for expert in range(self.spec.experts)]
+            self._places = found = pages, ExactPlaces(self.spec, layouts, self.device)
+        return found[1]
 
     def all_fallbacks(self) -> list[str]:
         """`fallbacks`, with notes on kernels, and those found by forwards: no coarse plane for a draft."""

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.gates import own_gate
-from vbrt.layers.experts.gathered_dense import HeardPart, gathered_weights, ranked
+from vbrt.layers.experts.gathered_experts import HeardPart, gathered_weights, most_gathered, ranked
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, LeasedExperts
 from vbrt.layers.experts.sequential import InTurn
 from vbrt.layers.experts.touched_experts import Routed, local_ids, pairs_of
-from vbrt.residency.expert_leases import gathered_at_once
 
 __all__ = ["LibraryProduct", "has_norm"]
 
@@ -59,7 +58,7 @@ class LibraryProduct:
     def unheard(self, pages: ExpertPages) -> Tensor:
         """All touched experts, known only to the device, in chunks."""
         experts_P, local_Tk = ranked(self.routed.ids, self.handle.spec.experts)
-        most, pairs = gathered_at_once(self.handle.pages[0].nbytes), len(experts_P)
+        most, pairs = most_gathered(self.handle), len(experts_P)
         for first in range(0, pairs, most):
             if self.name == "batched_mm":
                 self._put_pairs_from(first, min(pairs, first + most), pages)
@@ -115,8 +114,7 @@ class LibraryProduct:
         """The rows of the pairs from one to another as "batched_mm" computes them."""
         ids_P, experts = self.routed.ids.reshape(-1)[first:end].long(), self.handle.spec.experts
         outside_P1 = ((ids_P < 0) | (ids_P >= experts)).unsqueeze(1)
-        ids_P = ids_P.clamp(0, experts - 1)
-        view = self._gathered(ids_P, pages)
+        view = self._gathered(ids_P.masked_fill(outside_P1.squeeze(1), -1), pages)
         places_P = torch.arange(end - first, dtype=torch.int64, device=ids_P.device)
         self._put_pairs(view, places_P + first, places_P)
         self.rows[first:end].masked_fill_(outside_P1, 0.0)

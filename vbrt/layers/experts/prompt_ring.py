@@ -89,10 +89,10 @@ class PromptRing:
 
     Args:
         segments: slots of each, on the computing device, uint8 [bytes of a page] each; at least two segments.
-        source: returns the page of a layer's expert in page-locked host memory, uint8 [bytes].
+        source: returns the pages of a layer's expert in page-locked host memory, uint8 [bytes], for one slot.
     """
 
-    def __init__(self, segments: Sequence[Sequence[Tensor]], source: Callable[[int, int], Tensor]) -> None:
+    def __init__(self, segments: Sequence[Sequence[Tensor]], source: Callable[[int, int], Sequence[Tensor]]) -> None:
         self._segments, self._source = [_Segment(slots) for slots in segments], source
         self._device = device = segments[0][0].device
         self._stream = accelerator.Stream(device) if accelerator.has_streams(device) else None
@@ -144,10 +144,16 @@ class PromptRing:
     def _begin(self, loads: Iterable[_Load]) -> None:
         """Begin copies, each after the kernels that read what its segment had."""
         for load in loads:
-            segment, pages = load.segment, [self._source(load.layer, expert) for expert in load.experts]
+            segment, slots, pages = load.segment, [], []
+            for slot, expert in zip(segment.slots, load.experts, strict=False):
+                at = 0
+                for page in self._source(load.layer, expert):
+                    slots.append(slot[at:] if at else slot)
+                    pages.append(page)
+                    at += page.numel()
             if self._stream is not None and segment.read is not None:
                 self._stream.wait_event(segment.read)
-            copy_pages(segment.slots, pages, self._stream)
+            copy_pages(slots, pages, self._stream)
             if self._stream is not None:
                 segment.arrived = self._stream.record_event()
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vbrt.formats.page import PageLayout
 from vbrt.kernels.experts import ExpertPages
+from vbrt.layers.experts.exact_places import ExactPlaces
 from vbrt.layers.experts.experts_coder import ExpertsCoder
 from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.experts.residency_owner import Deciding
@@ -59,6 +60,10 @@ class ExpertsWeights(Protocol):
     forwards: int
     layers: Any
     ready: ExpertPages | None
+
+    @property
+    def places(self) -> ExactPlaces:
+        """The places of fields in the pages of `exact` experts."""
 
     @property
     def planes(self) -> int:

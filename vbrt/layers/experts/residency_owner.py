@@ -12,6 +12,7 @@ from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts.residency import Shares
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.device_cache import DeviceCache, Part, Passing
+from vbrt.layers.experts.exact_places import ExactPlaces
 
 __all__ = ["CachedLayer", "Deciding", "HostOperands", "HostRows", "HostedExperts", "Misses"]
 
@@ -79,12 +80,14 @@ class CachedLayer(NamedTuple):
         number: of this one among them.
         form: the layer's pages, whose slots only the device knows.
         hosted: CPU compute of missed experts; None if all are fetched.
+        exact: places of fields in slots; None if an expert has one plane.
     """
 
     cache: DeviceCache
     number: int
     form: ExpertPages
     hosted: HostedExperts | None = None
+    exact: ExactPlaces | None = None
 
     def whole(self, ids_Tk: Tensor) -> bool:
         """True if one lease takes all experts that so many ids may name."""
@@ -107,7 +110,7 @@ class CachedLayer(NamedTuple):
         whole = len(ids_Tk), ids_Tk.numel()
 
         def on_pages(part: Passing) -> None:
-            compute(part, replace(self.form, addresses=part.addresses, whole=whole))
+            compute(part, replace(self.at(part.addresses), whole=whole))
 
         self.cache.pass_through(self.number, ids_Tk, on_pages, most)
 
@@ -135,7 +138,8 @@ class CachedLayer(NamedTuple):
 
     def at(self, addresses: Tensor) -> ExpertPages:
         """Return the pages at the addresses that a lease gives."""
-        return replace(self.form, addresses=addresses)
+        places = None if self.exact is None else self.exact.in_slots(addresses)
+        return replace(self.form, addresses=addresses, places=places)
 
 
 class Deciding:

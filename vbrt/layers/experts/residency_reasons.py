@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from vbrt.kernels import resolve
-from vbrt.layers.experts.gathered_dense import may_gather, why_not_gathered
+from vbrt.layers.experts.gathered_experts import may_gather, why_not_gathered
 from vbrt.layers.experts.protocols import ExpertsWeights
 from vbrt.layers.weights.linear_product import pass_precision
 
@@ -13,10 +13,8 @@ __all__ = ["why_host", "why_waits"]
 def why_host(handle: ExpertsWeights) -> str:
     """Return why the device cannot decide which experts are resident; "" if it can."""
     name, spec = handle.spec.name, handle.spec.first
-    if spec.dense:
+    if spec.lossless:
         return why_not_gathered(handle)
-    if handle.planes > 1 or spec.lossless:
-        return f"{name}: held as {spec.label}; the GPU fetches experts of one plane by itself"
     layout, down = handle.pages[0].layout, handle.spec.down_format
     parts = {spec.format: layout}
     if down:
@@ -34,12 +32,13 @@ def why_waits(handle: ExpertsWeights) -> str:
     """Return why a pass syncs with the device to learn the touched experts; "" if it does not."""
     name, label = handle.spec.name, handle.spec.first.label
     cached = handle.deciding.cache is not None
-    if handle.spec.dense:
+    coarse = pass_precision() == "coarse"
+    if handle.spec.lossless and not (coarse and handle.spec.fine):
         why = why_not_gathered(handle)
         if why or cached or may_gather(handle):
             return why
-    elif cached:
+    elif cached and not handle.spec.lossless:
         return ""
-    if handle.spec.lossless or pass_precision() == "coarse":
+    if handle.spec.lossless or coarse:
         return f"{name}: held as {label}: the host leases the experts that tokens are sent to"
     return f"{name}: its pages move, and the host decides which" if handle.streams else ""

@@ -3,7 +3,7 @@
 | weights | computed by |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
-| `dense`, few tokens with all pages on the GPU; all if the GPU decides | gathered pages: `gathered_dense.py` |
+| the same, few tokens with all pages on the GPU; all if the GPU decides | gathered pages: `gathered_experts.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
 | 4 bits, missing on the device, which decides | with `experts.miss`, some on the CPU: `hosted_experts.py` |
 | 4 bits, missing on the device, the host decides | with `experts.miss`, the same ops on the CPU: `missed_experts.py` |
@@ -26,7 +26,15 @@ from torch import Tensor
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.kernels.frozen_product import as_autocast
-from vbrt.layers.experts.gathered_dense import Heard, batched, fits_gathered, gathered, may_gather, why_not_gathered
+from vbrt.layers.experts.gathered_experts import (
+    Heard,
+    batched,
+    fits_gathered,
+    gathered,
+    may_gather,
+    most_gathered,
+    why_not_gathered,
+)
 from vbrt.layers.experts.kernels_product import KernelsProduct
 from vbrt.layers.experts.leased_experts import resident_pages
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
@@ -35,7 +43,7 @@ from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
 from vbrt.layers.experts.residency_owner import CachedLayer, HostOperands, HostRows
 from vbrt.layers.experts.touched_experts import Routed, touched_experts
 from vbrt.layers.weights.linear_product import pass_precision
-from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
+from vbrt.residency.expert_leases import ExpertLeases
 
 __all__ = ["chunks_of", "plain_forward", "run_experts"]
 
@@ -87,8 +95,10 @@ def _decided_by_device(call: _Call) -> Tensor | None:
     cached = handle.deciding.asked() if x.device == handle.device else None
     if cached is None:
         return None
-    if handle.spec.dense:
-        return None if why_not_gathered(handle) else _dense_from_cache(call, cached)
+    if handle.spec.lossless:
+        if why_not_gathered(handle) or (handle.spec.fine and call.precision == "coarse"):
+            return None
+        return _lossless_from_cache(call, cached)
     return _kernels_from_cache(call, cached) if x.dtype in BY_ADDRESS else None
 
 
@@ -112,8 +122,8 @@ def _kernels_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
     return product.result()
 
 
-def _dense_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
-    """`_kernels_from_cache` of dense experts. In one lease of all touched experts only the device knows them; for a
+def _lossless_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
+    """`_kernels_from_cache` of lossless experts. In one lease of all touched experts only the device knows them; for a
     scan the host learns them, and leases parts."""
     layer, handle, routed = call.layer, call.handle, call.routed
     if not routed.ids.numel():
@@ -121,13 +131,13 @@ def _dense_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
     if not call.scan and cached.whole(routed.ids):
         with cached.lease(routed.ids) as addresses:
             few, pages = fits_gathered(handle, routed.ids), cached.at(addresses)
-            if few and implementation_of(layer)[0] == "batched_mm" and not layer.has_bias:
+            if few and handle.spec.dense and implementation_of(layer)[0] == "batched_mm" and not layer.has_bias:
                 return batched(layer, routed, *cached.slots(addresses, routed.ids))
             return gathered(layer, routed, pages) if few else LibraryProduct(layer, routed).unheard(pages)
     _refuse_captures(handle, routed.ids)
     handle.routing.scan_unseen()
     heard, product = Heard(routed.ids, handle.spec.experts), LibraryProduct(layer, routed)
-    most = gathered_at_once(handle.pages[0].nbytes)
+    most = most_gathered(handle)
     if heard.touched and cached.passes(routed.ids):
         cached.pass_through(routed.ids, lambda part, pages: product.add_heard(heard.part(part.experts), pages), most)
         return product.result()
@@ -151,7 +161,7 @@ def _resident(call: _Call) -> Tensor | None:
     pages = resident_pages(handle, routed.x.device) if call.precision == "full" else None
     if pages is None:
         return None
-    if not handle.spec.dense:
+    if not handle.spec.lossless:
         handle.routing.unlease()
         return KernelsProduct(layer, routed).resident(pages, scan=call.scan)
     if fits_gathered(handle, routed.ids) and may_gather(handle):

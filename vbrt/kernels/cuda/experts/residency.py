@@ -24,7 +24,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", "gather_pages"]
+__all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", "Source", "gather_pages"]
 
 NEEDS = devices.TRITON
 _PAGE_ROWS, _HITS = 7, 4  # see resolve_triton
@@ -41,7 +41,7 @@ class PoolRoom:
 
     Attributes:
         slots: their number.
-        page_bytes: per slot, a multiple of 4096.
+        page_bytes: per slot, a multiple of 4096; for all pages of an expert.
         window: maximum newcomers among the resident pages.
         epoch: leases after which scores are halved.
     """
@@ -57,6 +57,13 @@ class Experts(NamedTuple):
 
     count: int
     pool: int
+
+
+class Source(NamedTuple):
+    """Address of a page in device-accessible memory, and its size, a multiple of 4096 bytes."""
+
+    address: int
+    nbytes: int
 
 
 class Shares(NamedTuple):
@@ -95,12 +102,19 @@ class ResidentTables:
     Args:
         layers, pools: pages are numbered by layer and expert, slots by pool.
         arena: uint8, memory of all slots, in pool order, on the computing device.
-        sources: address of each page in device-accessible memory.
+        sources: of each number the expert's pages, which share a slot: one, or two, of which the first ones are of one
+            size in a layer.
         one: score increment of a lease.
     """
 
     def __init__(
-        self, layers: Sequence[Experts], pools: Sequence[PoolRoom], arena: Tensor, sources: Sequence[int], *, one: int
+        self,
+        layers: Sequence[Experts],
+        pools: Sequence[PoolRoom],
+        arena: Tensor,
+        sources: Sequence[Sequence[Source]],
+        *,
+        one: int,
     ) -> None:
         self.layers, self.pools, self.one = tuple(layers), tuple(pools), one
         self._first_page = _starts([layer.count for layer in layers])
@@ -108,7 +122,15 @@ class ResidentTables:
         sizes, words = [pool.slots * pool.page_bytes // 8 for pool in pools], arena.view(torch.int64)
         self._arenas = [words[start:] for start in _starts(sizes)[:-1]]
         table = functools.partial(torch.zeros, dtype=torch.int64, device=arena.device)
-        self._sources = torch.tensor(sources, dtype=torch.int64, device=arena.device)
+        of_layers = [sources[at : at + layer.count] for at, layer in zip(self._first_page, layers, strict=False)]
+        self._planes = [len(pages[0]) for pages in of_layers]
+        self._second_at = [pages[0][0].nbytes for pages in of_layers]
+        self._largest = [max(page.nbytes for expert in pages for page in expert) for pages in of_layers]
+        rows = [[0] * len(sources) for _ in range(2 * max(self._planes))]
+        for number, pages in enumerate(sources):
+            for plane, page in enumerate(pages):
+                rows[2 * plane][number], rows[2 * plane + 1][number] = page.address, page.nbytes // PAGE_ALIGN
+        self._sources = torch.tensor(rows, dtype=torch.int64, device=arena.device)
         self._pages, self._slots = table(_PAGE_ROWS, len(sources)), table(2, self._first_slot[-1])
         self._all_clocks = table(len(pools), len(_CLOCKS))
         self._clocks = list(self._all_clocks)
@@ -117,7 +139,7 @@ class ResidentTables:
         places = [self._arenas[layer.pool].data_ptr() for layer in layers]  # may be read before the first lease
         self._addresses = [table(layer.count).fill_(at) for layer, at in zip(layers, places, strict=True)]
         most = max(_power_of_two(layer.count) for layer in layers)
-        self._fetch, self._marks = table(1 + 2 * most), table(most)
+        self._fetch, self._marks = table(1 + 3 * max(self._planes) * most), table(most)
         numbers = functools.partial(torch.tensor, dtype=torch.int64, device=arena.device)
         self._pools_of_pages = numbers([layer.pool for layer in self.layers for _ in range(layer.count)])
         self._pools_of_slots = numbers([number for number, pool in enumerate(self.pools) for _ in range(pool.slots)])
@@ -197,6 +219,7 @@ class ResidentTables:
                 pool.page_bytes,
                 pool.window,
                 pool.epoch,
+                self._second_at[layer],
             ),
             warps=max(1, min(8, max(lanes, slots) // _LANES)),
             EXPERTS=lanes,
@@ -205,6 +228,7 @@ class ResidentTables:
             ONE=self.one,
             SCAN=scan,
             HOSTS=shares is not None,
+            PLANES=self._planes[layer],
         )
         return addresses
 
@@ -237,10 +261,9 @@ class ResidentTables:
     def fetch(self, layer: int) -> None:
         """Fetch the missing pages of the lease just decided."""
         experts = self.layers[layer]
-        pool, arena = self.pools[experts.pool], self._arenas[experts.pool]
-        units = pool.page_bytes // PAGE_ALIGN
-        constants = {"EXPERTS": _power_of_two(experts.count), "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
-        _launch("fetch")(_PROGRAMS, (self._fetch, arena), (units,), warps=_WARPS, **constants)
+        pages, units = self._planes[layer] * _power_of_two(experts.count), self._largest[layer] // PAGE_ALIGN
+        constants = {"PAGES": pages, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
+        _launch("fetch")(_PROGRAMS, (self._fetch, self._arenas[experts.pool]), (units,), warps=_WARPS, **constants)
 
     def memory(self, number: int) -> Tensor:
         """Return the slots of a pool, uint8 [slots, page bytes]."""
@@ -269,17 +292,20 @@ def gather_pages(addresses: Tensor, experts: Tensor, page_bytes: int) -> Tensor:
 
     Args:
         addresses: of each expert's page, int64 [E], in device-accessible memory.
-        experts: int64 [P], within 0 .. E - 1.
+        experts: int64 [P], within 0 .. E - 1; -1: any page.
         page_bytes: per page, a multiple of 4096.
     """
     count = len(experts)
     out = torch.empty((count, page_bytes), dtype=torch.uint8, device=experts.device)
     places = torch.arange(count, dtype=torch.int64, device=experts.device)
     targets = places * page_bytes + out.data_ptr()
-    table = torch.cat((torch.full_like(targets[:1], count), addresses[experts], targets))
-    constants = {"EXPERTS": count, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
+    units = page_bytes // PAGE_ALIGN
+    table = torch.cat(
+        (torch.full_like(targets[:1], count), addresses[experts], targets, torch.full_like(targets, units))
+    )
+    constants = {"PAGES": count, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
     words = out.view(-1).view(torch.int64)
-    _launch("fetch")(_PROGRAMS, (table, words), (page_bytes // PAGE_ALIGN,), warps=_WARPS, **constants)
+    _launch("fetch")(_PROGRAMS, (table, words), (units,), warps=_WARPS, **constants)
     return out
 
 

@@ -85,6 +85,7 @@ def _count_routed(routed_ptr, routed, before, lease, named, SCAN: tl.constexpr):
         "page_bytes",
         "window",
         "epoch",
+        "second_at",
     ]
 )
 def resolve_kernel(
@@ -110,19 +111,24 @@ def resolve_kernel(
     page_bytes,
     window,
     epoch,
+    second_at,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
     IDS: tl.constexpr,
     ONE: tl.constexpr,
     SCAN: tl.constexpr,
     HOSTS: tl.constexpr,
+    PLANES: tl.constexpr,
 ):
     """Lease the experts in `ids` [P], once each; grid (1,).
 
-    The layer's pages are first_page .. + experts, its pool's slots first_slot .. + slots. Pages have `page_bytes`; the
-    pool's slots are contiguous from arena_ptr. Writes each leased expert's address to address_ptr [experts]; and to
-    fetch_ptr [1 + 2 EXPERTS] the number of misses, their sources and their targets. EXPERTS, SLOTS: powers of two that
-    hold them.
+    The layer's pages are first_page .. + experts, its pool's slots first_slot .. + slots. Slots have `page_bytes`, and
+    are contiguous from arena_ptr. Writes each leased expert's address to address_ptr [experts]; and to fetch_ptr
+    [1 + 3 PLANES EXPERTS] the number of pages to fetch, their sources, targets and sizes. EXPERTS, SLOTS: powers of two
+    that hold them.
+
+    PLANES: pages of an expert, that are one to these tables; the second one goes `second_at` bytes behind the slot's
+    beginning. source_ptr [2 PLANES, pages]: of each plane the addresses, and the sizes in 4096 bytes.
 
     epoch: in leases. SCAN: the lease is part of a scan. HOSTS: the host computes a share of the misses: of these ids,
     kept_ptr [P] gets -1; mark_ptr [EXPERTS] is scratch memory.
@@ -174,7 +180,7 @@ def resolve_kernel(
         missing_count -= tl.sum(hosted.to(tl.int64))
     arena = arena_ptr.to(tl.int64)
     tl.store(address_ptr + e, arena + place * page_bytes, mask=hit)
-    tl.store(fetch_ptr, missing_count)
+    tl.store(fetch_ptr, missing_count * PLANES)
     tl.store(clock_ptr + 1, lease)
     tl.store(clock_ptr, now, mask=tl.max(routed.to(tl.int32)) > 0)
 
@@ -228,8 +234,12 @@ def resolve_kernel(
             address = arena + slot * page_bytes
             tl.store(page_ptr + first_page + expert, slot)
             tl.store(address_ptr + expert, address)
-            tl.store(fetch_ptr + 1 + i, tl.load(source_ptr + first_page + expert))
-            tl.store(fetch_ptr + 1 + EXPERTS + i, address)
+            for plane in tl.static_range(PLANES):
+                entry_ptr = fetch_ptr + 1 + i * PLANES + plane
+                own_ptr = source_ptr + 2 * plane * pages + first_page + expert
+                tl.store(entry_ptr, tl.load(own_ptr))
+                tl.store(entry_ptr + PLANES * EXPERTS, address + plane * second_at)
+                tl.store(entry_ptr + 2 * PLANES * EXPERTS, tl.load(own_ptr + pages))
             expert = _least(e, missing & (e > expert))
         tl.store(label_ptr, label, mask=s < slots)
         tl.store(label_ptr + all_slots, queue, mask=s < slots)

@@ -5,6 +5,7 @@ The coarse plane may be in the format's order, or in the fused kernels' (`e2m1/t
 alone, can use those. A tile word has codes of two rows: it is read twice.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,14 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.fine_plane import SPAN, WIDTH
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, is_tiled, relative_values
+from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["merge", "serves", "serves_shape"]
+__all__ = ["FIELDS", "merge", "merge_experts", "serves", "serves_shape"]
+
+#: what a row of `merge_experts`' table has of a matrix: fields of its planes, and of its format's tables
+FIELDS = ("codes", "scales", "tensor_scale", "levels", "values", "low", "nibbles", "side", "escapes", "starts")
+_WARPS = 8
 
 
 def serves(planes: WeightPlanes) -> bool:
@@ -60,9 +66,50 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
         WIDE_CODES=sum(1 << code for code in fmt.wide_codes),
         WIDTH=width,
         TILE_WORDS=coarse.tile_words,
-        num_warps=8,
+        num_warps=_WARPS,
         **triton_api.fp_fusion(True),
     )
+
+
+def merge_experts(
+    places_EF: Tensor, experts_P: Tensor, shape: tuple[int, int], dtype: torch.dtype, format: str, *, first: int
+) -> Tensor:
+    """Return one matrix of some experts, [P, N, K], in one launch without synchronization.
+
+    Args:
+        places_EF: int64, addresses of the fields of each expert's planes, which are in the format's order.
+        experts_P: int64; -1 for zeros in the place of an expert's.
+        first: the matrix has the columns of `FIELDS` from this one on.
+    """
+    out = torch.empty((len(experts_P), *shape), dtype=dtype, device=experts_P.device)
+    if len(experts_P):
+        fmt, total = get_format(format), shape[0] * shape[1]
+        wide = sum(1 << code for code in fmt.wide_codes)
+        constants = {"SPAN": SPAN, "BLOCK": fmt.block, "WIDE_CODES": wide, "WIDTH": WIDTH[dtype]}
+        tensors = places_EF, experts_P, out.view(torch.int16)
+        _launch_experts(
+            (-(-total // SPAN), len(experts_P)), tensors, (total, shape[1], first, places_EF.shape[1]), constants
+        )
+    return out
+
+
+def _launch_experts(
+    grid: tuple[int, int], tensors: tuple[Tensor, ...], numbers: tuple[int, ...], constants: dict[str, int]
+) -> None:
+    device = tensors[0].device
+    if device.type == "cuda":
+        _launcher()(device.index, grid, tensors, numbers, warps=_WARPS, specialized=numbers[:2], **constants)
+    else:
+        from vbrt.kernels.cuda.fine.merge_triton import merge_experts_kernel
+
+        merge_experts_kernel[grid](*tensors, *numbers, **constants, **triton_api.fp_fusion(True))
+
+
+@functools.cache
+def _launcher() -> Launcher:
+    from vbrt.kernels.cuda.fine.merge_triton import merge_experts_kernel
+
+    return Launcher(merge_experts_kernel)
 
 
 class _Coarse(NamedTuple):

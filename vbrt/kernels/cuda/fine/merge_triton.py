@@ -1,9 +1,11 @@
-"""Triton kernel of `merge`. Importing this needs Triton; plain operations only, so that its interpreter runs it too."""
+"""Triton kernels of `merge`. Importing this needs Triton; plain operations only, so that its interpreter runs them."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["merge_kernel"]
+from vbrt.kernels.cuda.plain.linear_triton import pointer_of
+
+__all__ = ["merge_experts_kernel", "merge_kernel"]
 
 
 @triton.jit
@@ -33,8 +35,48 @@ def merge_kernel(
     fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span. TILE_WORDS: 0, or words per tile if
     code_ptr (int32) and scale_ptr (uint8) both point to tiles of rows of `columns` weights.
     """
+    _merge_span(
+        code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr,
+        start_ptr, out_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, TILE_WORDS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "fields"])
+def merge_experts_kernel(
+    place_ptr, expert_ptr, out_ptr, total, columns, first, fields,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE_CODES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`merge_kernel` of one matrix of each expert in expert_ptr int64 [P], into out_ptr [P, total]; zeros for -1.
+
+    place_ptr int64 [E, fields]: from column `first` on the addresses of the expert's planes, as `merge.FIELDS`. Planes
+    are in the format's order. Grid (ceil(total / SPAN), P).
+    """
+    expert = tl.load(expert_ptr + tl.program_id(1))
+    own_ptr = out_ptr + tl.program_id(1).to(tl.int64) * total
+    if expert < 0:
+        at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+        tl.store(own_ptr + at, tl.zeros((SPAN,), tl.int16), mask=at < total)
+    else:
+        row_ptr = place_ptr + expert * fields + first
+        _merge_span(
+            pointer_of(tl.load(row_ptr), "uint8"), pointer_of(tl.load(row_ptr + 1), "uint8"),
+            pointer_of(tl.load(row_ptr + 2), "float32"), pointer_of(tl.load(row_ptr + 3), "float32"),
+            pointer_of(tl.load(row_ptr + 4), "float32"), pointer_of(tl.load(row_ptr + 5), "uint8"),
+            pointer_of(tl.load(row_ptr + 6), "uint8"), pointer_of(tl.load(row_ptr + 7), "int8"),
+            pointer_of(tl.load(row_ptr + 8), "int16"), pointer_of(tl.load(row_ptr + 9), "int32"),
+            own_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, 0,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_span(
+    code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr, start_ptr,
+    out_ptr, span, total, columns,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE_CODES: tl.constexpr, WIDTH: tl.constexpr, TILE_WORDS: tl.constexpr,
+):  # fmt: skip
+    """One span of `merge_kernel`."""
     GROUPS: tl.constexpr = SPAN // 16
-    base = tl.program_id(0).to(tl.int64) * SPAN
+    base = span.to(tl.int64) * SPAN
     group = base + tl.arange(0, GROUPS) * 16
     at = group[:, None] + tl.arange(0, 16)[None, :]
     inside = at < total
@@ -63,8 +105,8 @@ def merge_kernel(
     count = wide.to(tl.int32) + (escaped.to(tl.int32) << 16)
     row = tl.sum(count, 1)
     before = tl.cumsum(count, 1) - count + (tl.cumsum(row, 0) - row)[:, None]
-    side_at = tl.load(start_ptr + tl.program_id(0) * 2) + (before & 0xFFFF)
-    escape_at = tl.load(start_ptr + tl.program_id(0) * 2 + 1) + (before >> 16)
+    side_at = tl.load(start_ptr + span * 2) + (before & 0xFFFF)
+    escape_at = tl.load(start_ptr + span * 2 + 1) + (before >> 16)
     side = tl.load(side_ptr + side_at, mask=wide, other=0).to(tl.int32)
     escape = tl.load(escape_ptr + escape_at, mask=escaped, other=0).to(tl.int32)
     signed = (delta ^ SIGN) - SIGN

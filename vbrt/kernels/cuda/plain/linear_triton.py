@@ -258,6 +258,10 @@ def pointer_of(address, TYPE: tl.constexpr):
     """A pointer to numbers of a dtype by name, from an address that is a multiple of 16."""
     if TYPE == "int8":
         pointer = address.to(tl.pointer_type(tl.int8))
+    elif TYPE == "int16":
+        pointer = address.to(tl.pointer_type(tl.int16))
+    elif TYPE == "int32":
+        pointer = address.to(tl.pointer_type(tl.int32))
     elif TYPE == "float16":
         pointer = address.to(tl.pointer_type(tl.float16))
     elif TYPE == "bfloat16":

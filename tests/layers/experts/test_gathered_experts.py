@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import models
-from vbrt.layers.experts.gathered_dense import gathered, ranked
+from vbrt.layers.experts.gathered_experts import gathered, ranked
 from vbrt.layers.experts.touched_experts import Routed
 
 pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ def test_gathered_experts_give_the_bits_of_the_plain_module(implementation, monk
     def pages_of(addresses, experts, nbytes):
         return torch.stack([slots[keys[e]].view for e in experts.tolist()])
 
-    monkeypatch.setattr("vbrt.layers.experts.gathered_dense.gather_pages", pages_of)
+    monkeypatch.setattr("vbrt.layers.experts.gathered_experts.gather_pages", pages_of)
     pages = SimpleNamespace(layout=layer.handle.pages[0].layout, addresses=None)
     for ids in ([[3, 1]], [[3, 1], [1, 6], [0, 3]]):
         ids = torch.tensor(ids)

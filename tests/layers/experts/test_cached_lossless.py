@@ -1,4 +1,4 @@
-"""Experts of which the device decides, with stand-ins for its kernels: held dense, always the plain module's bits."""
+"""Lossless experts of which the device decides, with stand-ins for its kernels: always the plain module's bits."""
 
 import copy
 from dataclasses import replace
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import vbrt
 from tests.generation.fusion.tape_cases import Tape
 from tests.layers.experts import tables
 from tests.layers.experts.beside_gpu import wrap_beside
@@ -17,7 +16,8 @@ from tests.zoo.experts import DECORATED, Holder, experts_module
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts import residency
-from vbrt.layers.experts import VBExperts, gathered_dense, why_waits
+from vbrt.kernels.cuda.fine import merge
+from vbrt.layers.experts import VBExperts, gathered_experts, why_waits
 from vbrt.layers.experts import run_experts as compute
 from vbrt.layers.experts.kernels_product import KernelsProduct
 from vbrt.layers.experts.run_experts import run_experts
@@ -29,16 +29,17 @@ EXPERTS, PAGE = 16, 12288
 IMPLEMENTATIONS = ["batched_mm", "grouped_mm"]
 
 
-@pytest.fixture
-def decided(monkeypatch):
+@pytest.fixture(params=["dense", "exact"])
+def decided(request, monkeypatch):
     """Wraps a model whose experts a device cache of so many slots a layer holds."""
     monkeypatch.setattr(Buffer, "pinned", True)
     monkeypatch.setattr(residency, "_launch", tables.launch)
-    monkeypatch.setattr(gathered_dense.devices, "refusal", lambda device, needs: None)
+    monkeypatch.setattr(merge, "merge_experts", tables.merge_experts)
+    monkeypatch.setattr(gathered_experts.devices, "refusal", lambda device, needs: None)
     monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
 
     def wrapped(model, slots, scope="layer", layers=2):
-        vb = wrap_beside(monkeypatch, model, "dense", room=slots * layers + 2)  # one token's experts pass through
+        vb = wrap_beside(monkeypatch, model, request.param, room=slots * layers + 2)  # one token's experts pass through
         vb.stack.levels[0].policy.scope = scope
         vb._attachment.expert_cache.follow()
         assert vb._attachment.expert_cache.fallbacks == []
@@ -213,7 +214,8 @@ def test_what_the_device_cannot_gather_the_host_leases_beside_its_cache_and_name
     for model in (vb.module, plain):
         model.set_experts_implementation("grouped_mm")
         model.float()
-    assert "held as dense in torch.bfloat16, and cast to torch.float32" in why_waits(layer.handle)
+    held = f"held as {layer.handle.spec.label} in torch.bfloat16, and cast to torch.float32"
+    assert held in why_waits(layer.handle)
     for tokens in (1, 20):
         assert torch.equal(*both(layer, module, routed(tokens, dtype=torch.float32))), tokens
 
@@ -268,14 +270,15 @@ def test_scans_are_refused_within_a_capture(decided, monkeypatch):
 
 
 @torch.no_grad()
-def test_exact_experts_stay_with_the_host_which_is_said(monkeypatch):
+def test_exact_experts_that_no_kernel_merges_stay_with_the_host_which_is_said(monkeypatch):
     monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
-    vb = wrap_beside(monkeypatch, qwen3_moe(count=EXPERTS), "exact", room=8)
-    cache, handle = vb._attachment.expert_cache, layer_of(vb.module).handle
+    plain = qwen3_moe(count=EXPERTS)
+    vb = wrap_beside(monkeypatch, copy.deepcopy(plain), "quantile+exact", room=8)
+    cache, layer = vb._attachment.expert_cache, layer_of(vb.module)
     cache.follow()
-    assert handle.deciding.by == "host" and "one plane" in cache.fallbacks[0]
-    assert "the host leases the experts that tokens are sent to" in why_waits(handle)
-    assert isinstance(vb, vbrt.VBModelWrapper)
+    assert layer.handle.deciding.by == "host" and "quantile has levels of its own" in cache.fallbacks[0]
+    assert "the host leases the experts that tokens are sent to" in why_waits(layer.handle)
+    assert torch.equal(*both(layer, layer_of(plain), routed(3)))
 
 
 @torch.no_grad()

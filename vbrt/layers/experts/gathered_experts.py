@@ -1,9 +1,10 @@
-"""Device-side gather of dense experts, for passes whose touched experts only the device knows: no sync.
+"""Device-side gather of lossless experts, for passes whose touched experts only the device knows: no sync.
 
 A module's implementation reads its weights as one tensor [n, ...], but pages are separate, both if all are resident on
-the GPU and in the slots of a device-managed cache. So the pages of the touched experts are copied into one tensor,
-ascending, padded to as many experts as there are pairs; padding has no rows. The result equals a lease of the touched
-experts, with shapes independent of routing: a CUDA graph can capture it.
+the GPU and in the slots of a device-managed cache. So the pages of the touched experts are copied into one tensor, or,
+of `exact` ones, their two planes are merged into it: ascending, padded to as many experts as there are pairs; padding
+has no rows. The result equals a lease of the touched experts, with shapes independent of routing: a CUDA graph can
+capture it.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages
 from vbrt.kernels.experts import ExpertPages
+from vbrt.layers.experts.exact_places import why_not_merged
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
 from vbrt.layers.experts.touched_experts import Routed
@@ -32,6 +34,7 @@ __all__ = [
     "gathered",
     "gathered_weights",
     "may_gather",
+    "most_gathered",
     "ranked",
     "why_not_gathered",
 ]
@@ -43,15 +46,22 @@ def may_gather(handle: ExpertsWeights) -> bool:
     """True if the device may gather a layer's experts, given few enough tokens."""
     if handle.streams or handle.device.type != accelerator.TYPE or why_not_gathered(handle):
         return False
-    return handle.spec.top_k <= gathered_at_once(handle.pages[0].nbytes)
+    return handle.spec.top_k <= most_gathered(handle)
+
+
+def most_gathered(handle: ExpertsWeights) -> int:
+    """Return the maximum number of experts that the device gathers at once."""
+    return gathered_at_once(handle.spec.weight_bytes // handle.spec.experts)
 
 
 def why_not_gathered(handle: ExpertsWeights) -> str:
     """Return why the device cannot gather a layer's experts; "" if it can."""
     spec, waits = handle.spec, "the host leases the experts that tokens are sent to"
     name = f"{spec.name}: held as {spec.label}"
-    if not (spec.dense and handle.keys):
+    if not (spec.lossless and handle.keys):
         return f"{name}: {waits}"
+    if spec.fine and (why := why_not_merged(spec)):
+        return f"{name}: {why}: {waits}"
     if handle.dtype is not spec.dtype:
         return f"{name} in {spec.dtype}, and cast to {handle.dtype}: {waits}"
     others = {implementation_of(layer)[0] or "eager" for layer in handle.layers} - set(_IMPLEMENTATIONS)
@@ -65,7 +75,7 @@ def why_not_gathered(handle: ExpertsWeights) -> str:
 def fits_gathered(handle: ExpertsWeights, ids_Tk: Tensor) -> bool:
     """True if this many ids name few of the experts, whose pages take little memory."""
     pairs = ids_Tk.numel()
-    return 0 < pairs < handle.spec.experts and pairs <= gathered_at_once(handle.pages[0].nbytes)
+    return 0 < pairs < handle.spec.experts and pairs <= most_gathered(handle)
 
 
 class Heard:
@@ -143,7 +153,7 @@ def gathered(layer: ExpertsModule, routed: Routed, pages: ExpertPages) -> Tensor
 
 
 def batched(layer: ExpertsModule, routed: Routed, slots_Tk: Tensor, memory: Tensor) -> Tensor:
-    """Return the output of a layer without biases by "batched_mm", which copies the weights of each pair: from slots.
+    """Return the output of a dense layer without biases by "batched_mm", which copies each pair's weights: from slots.
 
     Args:
         slots_Tk: of the pages of each id's expert; their number for an id of no expert.
@@ -158,22 +168,25 @@ def batched(layer: ExpertsModule, routed: Routed, slots_Tk: Tensor, memory: Tens
 
 
 def gathered_weights(handle: ExpertsWeights, pages: ExpertPages, experts_P: Tensor) -> dict[str, Tensor]:
-    """Return the weights of every part of some experts, [P, ...], by parameter, from pages that are copied together."""
+    """Return the weights of every part of some experts, [P, ...], by parameter, from pages that are copied together, or
+    planes that are merged; of expert -1 any finite numbers."""
     spec = handle.spec
+    if spec.fine:
+        return handle.places.parameters(pages.places, experts_P)
     memory = gather_pages(pages.addresses, experts_P, handle.pages[0].nbytes)
     names = zip(spec.parameters, spec.parts, strict=True)
     return {name: _stacked(memory, pages.layout, part) for name, part in names}
 
 
 def ranked(ids_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the experts that ids name, ascending, int64 [T k], the rest of it any; and the place of each id's expert
-    among them, int64 [T, k]: T k for an id of no expert."""
+    """Return the experts that ids name, ascending, int64 [T k], then -1; and the place of each id's expert among them,
+    int64 [T, k]: T k for an id of no expert."""
     ids_P = ids_Tk.reshape(-1).long()
     outside = (ids_P < 0) | (ids_P >= experts)
     sorted_P, order_P = ids_P.masked_fill(outside, experts).sort()
     changes = (sorted_P[1:] != sorted_P[:-1]).long()
     rank_P = torch.nn.functional.pad(changes.cumsum(0), (1, 0))
-    experts_P = torch.zeros_like(ids_P).scatter_(0, rank_P, sorted_P.clamp(max=experts - 1))
+    experts_P = torch.full_like(ids_P, -1).scatter_(0, rank_P, sorted_P.masked_fill(sorted_P == experts, -1))
     local_P = torch.empty_like(ids_P).scatter_(0, order_P, rank_P).masked_fill(outside, len(ids_P))
     return experts_P, local_P.view(ids_Tk.shape)
 
