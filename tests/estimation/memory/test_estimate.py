@@ -265,7 +265,9 @@ def test_routed_experts_that_train_from_the_tiers_are_counted_with_their_gradien
 def quarter_of_the_experts(task: str, miss: str = "fetch", format: str = "nvfp4") -> tuple[nn.Module, vbrt.Estimate]:
     """A model, and the estimate of a task with all its other pages on the GPU and a quarter of its routed experts."""
     model, on = qwen3_moe(count=16, layers=3), Machine(GiB, GiB, 32 * GiB, 32 * GiB)
-    options = {"weights": {"min_parameters": 0, "format": format}, "experts": {"miss": miss}}
+    format, _, fine = format.partition("+")
+    weights = {"min_parameters": 0, "format": format, "fine": fine or "none"}
+    options = {"weights": weights, "experts": {"miss": miss}}
     plan = vbrt.make_plan(model, load_config("fp4", **options), on)
     experts = sum(swap.page_bytes for swap in plan.routed)
     budget = plan.page_bytes - experts + 2 * plan.largest_layer_bytes + experts // 4
@@ -303,11 +305,18 @@ def test_weights_that_do_not_fit_are_computed_in_part_by_the_cpu_in_a_step_of_fe
 
 
 @pytest.mark.parametrize(
-    ("task", "format", "waits"), [("decode", "nvfp4", True), ("decode", "nf4", False), ("prefill", "nvfp4", False)]
+    ("task", "format", "waits"),
+    [
+        ("decode", "nvfp4", True),
+        ("decode", "nf4", True),
+        ("decode", "mxfp4+exact", True),
+        ("decode", "quantile+exact", False),
+        ("prefill", "nvfp4", False),
+    ],
 )
 def test_a_recorded_step_waits_for_the_experts_that_it_misses_and_others_have_them_staged(task, format, waits):
     model, found = quarter_of_the_experts(task, format=format)
-    assert found.recorded == waits  # the host leases those of formats whose kernels take no pages by address
+    assert found.recorded == waits  # the host leases experts that no kernel merges, whose levels are their own
     rates = replace(vbrt.data_sheet("RTX 4090"), link_gb_s=1e-5)  # the link takes longer than all else
     speed = predict(model, found, rates)
     assert speed.link_ms > speed.device_ms > 0
@@ -447,7 +456,10 @@ def test_products_of_experts_in_4_bits_make_rows_for_all_pairs(hidden, inner):
         ("dense", "1GiB", 8, False),  # as many pairs as experts
         ("dense", "500KiB", 1, True),
         ("dense", "500KiB", 7, False),  # more than the cache has slots
-        ("exact", "1GiB", 1, False),
+        ("exact", "1GiB", 7, True),
+        ("exact", "1GiB", 8, False),
+        ("exact", "500KiB", 1, True),
+        ("exact", "500KiB", 7, False),
         ("fp4", "500KiB", 8, True),
     ],
 )

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from vbrt.config import FORMATS
 from vbrt.estimation.memory.task import Task
-from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
 from vbrt.kernels.cuda.launch_table import are_few
 from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
 from vbrt.residency.expert_pages import pages_of_scan
@@ -46,39 +46,44 @@ def experts_at_once(leases: ExpertLeases, room_bytes: int | None) -> tuple[int, 
 
 
 def slots_of(swap: Swap, plan: Plan) -> int | None:
-    """Return a dense MoE layer's slots in the GPU-managed expert cache; None without such a cache: other formats, or
-    pages that are not all in host memory."""
-    if plan.compute_tier != "gpu" or not _is_dense(swap) or {page.home for page in swap.pages} != {"cpu"}:
+    """Return a lossless MoE layer's slots in the GPU-managed expert cache; None without such a cache: rounded formats,
+    or pages that are not all in host memory."""
+    if plan.compute_tier != "gpu" or not _is_gathered(swap) or {page.home for page in swap.pages} != {"cpu"}:
         return None
     moving = [one for one in plan.routed if any(page.home != "gpu" for page in one.pages)]
     room = plan.budgets["gpu"] - plan.home_bytes("gpu") - max(sum(page.nbytes for page in one.leased) for one in moving)
-    slots = room // sum(map(_page_bytes, moving))
+    slots = room // sum(map(_slot_bytes, moving))
     return min(slots, swap.experts) if slots > 0 else None
 
 
 def _parts(leases: ExpertLeases, slots: int) -> tuple[int, int]:
     """Return the most experts gathered together, for few tokens and in a scan, given the cache's slots."""
-    gathered = gathered_at_once(max(leases.page_bytes))
+    gathered = gathered_at_once(leases.decoded_bytes)
     return gathered, gathered if slots == leases.experts else min(gathered, max(1, slots // 2))
 
 
 def heard_by_host(swap: Swap, plan: Plan, pairs: int) -> bool:
     """True if the host must learn which experts so many pairs name, to lease them for a GPU."""
     homes = {page.home for page in swap.pages}
-    if swap.fine == "exact" or not (homes <= {"gpu"} or homes == {"cpu"}):
+    if not (homes <= {"gpu"} or homes == {"cpu"}) or (swap.lossless and not _is_gathered(swap)):
         return True
-    if not _is_dense(swap):
-        return homes == {"cpu"} and swap.format not in TILE_FORMATS  # tile kernels take pages by address
-    at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered_at_once(_page_bytes(swap))
+    if not swap.lossless:  # kernels take pages by address
+        return homes == {"cpu"} and FORMATS[swap.format].kernels is None
+    gathered = gathered_at_once(swap.dense_bytes // swap.experts)
+    at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered
     return pairs >= swap.experts or pairs > at_once
 
 
-def _is_dense(swap: Swap) -> bool:
-    return swap.lossless and swap.fine != "exact"
+def _is_gathered(swap: Swap) -> bool:
+    """True if the device gathers lossless experts, of `exact` ones by a kernel that merges whole blocks."""
+    if swap.fine != "exact":
+        return swap.lossless
+    record = FORMATS[swap.format]
+    return not (record.fitted or any(site.shape[1] % record.block for site in (swap.site, *swap.parts)))
 
 
-def _page_bytes(swap: Swap) -> int:
-    return max((page.nbytes for page in swap.pages), default=0)
+def _slot_bytes(swap: Swap) -> int:
+    return sum(page.nbytes for page in swap.pages[: len(swap.pages) // max(1, swap.experts)])
 
 
 class HeldExperts(NamedTuple):
@@ -88,7 +93,7 @@ class HeldExperts(NamedTuple):
         on_gpu: True if a GPU computes.
         at_once: see `experts_at_once`.
         most: maximum of experts that a prompt's tokens name; 0: unlimited.
-        unheard: number of pairs whose dense experts only the device knows: it gathers one expert per pair.
+        unheard: number of pairs whose lossless experts only the device knows: it gathers one expert per pair.
     """
 
     leases: ExpertLeases

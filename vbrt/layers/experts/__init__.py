@@ -14,7 +14,7 @@ parameters.
 | `library_product.py`, `library_experts.py` | lossless: the implementation that the config names, on leased experts |
 | `expert_stack.py`, `sequential.py`, `unread_stack.py` | how these see leased experts, not one tensor of all |
 | `kernels_product.py`, `gates.py`, `special_calls.py` | 4 and 8 bits: ops on pages; gates; special classes |
-| `gathered_experts.py` | dense experts, gathered by the device |
+| `gathered_experts.py`, `exact_places.py` | lossless experts, gathered by the device; where it finds two planes |
 | `experts_handle.py`, `leased_experts.py`, `expert_pages_io.py` | the weights: pages, leases, pickles |
 | `experts_coder.py`, `expert_encoding.py` | encoding and decoding, and which kernels |
 | `device_cache.py`, `residency_owner.py`, `residency_reasons.py` | residency decided by the GPU; who decides, why |
@@ -33,25 +33,26 @@ ops `experts_up` and `experts_down` (`vbrt.kernels.experts` specifies them), no 
 takes them in order, in chunks, and announces them, so that pages are prefetched and the policy does not take the scan
 for a habit. With fewer ids one lease takes the touched experts.
 
-**The GPU decides** where pages of one plane live in page-locked memory and the policy is `experts`. Once all experts
+**The GPU decides** where pages live in page-locked memory and the policy is `experts`. Once all experts
 are encoded `vbrt.model.expert_cache` makes one `DeviceCache` for the model: its arena is one page of the computing
 tier, reserved at once from its budget. Leases follow each other; replays of a graph must run on the same stream, or be
 ordered. Scans take half of the slots at most. A new budget or new weights end the cache, and the next forward makes
-another. Everything else (pages on a drive, two planes, implementations that loop over experts, a CPU) goes the host's
-way with the same bits; so do gradients, and dense experts that were cast or given another implementation since.
+another. Everything else (pages on a drive, implementations that loop over experts, a CPU) goes the host's way with the
+same bits; so do gradients, and lossless experts that were cast or given another implementation since.
 `stats()` says who decides and why.
 
-**Dense experts in the cache** are computed by the implementation, on pages copied together from the slots, 256 MiB at a
-time at most, outside of the budgets. Where one such copy takes a page for each pair: the implementation itself
-(`gathered`; "batched_mm" without biases reads the slots where they lie). Where a lease takes all pairs and a copy does
+**Lossless experts in the cache** are computed by the implementation, on weights that are copied together from the
+slots, or merged from the two planes that a slot has of `exact` ones, 256 MiB at a time at most, outside of the budgets.
+Where one such copy takes a page for each pair: the implementation itself (`gathered`; "batched_mm" without biases reads
+dense slots where they lie). Where a lease takes all pairs and a copy does
 not: rows by copies, of shapes that only the number of pairs decides (`unheard`). A scan: the host hears once how many
 pairs each expert has (`Heard`). The first two may be captured. Addresses of experts that no lease has taken are those
 of any slot, so what is left over of a copy reads memory that is there. What the cache has is not fetched in a scan.
 
-**Captured steps.** 4-bit experts whose pages all live on the GPU or whose residency the GPU decides, and dense ones on
-the GPU or in its cache are captured. Steps stay eager for `exact` experts, which are merged, for pages that the host
-leases, and where so many sequences scan dense experts (as many pairs as experts, or more than the cache has slots);
-`stats().steps` names a layer. `heard_by_host` (`vbrt.estimation.memory.expert_workspace`) says so of a plan.
+**Captured steps.** Experts whose pages all live on the GPU or whose residency the GPU decides are captured. Steps stay
+eager for pages that the host leases, and where so many sequences scan lossless experts (as many pairs as experts, or
+more than the cache has slots); `stats().steps` names a layer. `heard_by_host`
+(`vbrt.estimation.memory.expert_workspace`) says so of a plan.
 
 **Missed experts that the CPU computes** (`experts.miss`). A pass on the host's path copies x and the ids to the host
 with one wait, and divides the experts that are not in the top tier (`vbrt.residency.miss_policy`). A `LowerLease` holds

@@ -3,7 +3,7 @@
 | weights | computed by |
 | --- | --- |
 | `dense`, `exact` | the experts implementation that the model's config names, on the leased experts: its very bits |
-| the same, few tokens with all pages on the GPU; all if the GPU decides | gathered pages: `gathered_experts.py` |
+| the same, all pages on the GPU, or the GPU decides | gathered pages: `gathered_experts.py` |
 | 4 bits | the ops `experts_up` and `experts_down` on the leased pages |
 | 4 bits, missing on the device, which decides | with `experts.miss`, some on the CPU: `hosted_experts.py` |
 | 4 bits, missing on the device, the host decides | with `experts.miss`, the same ops on the CPU: `missed_experts.py` |
@@ -134,10 +134,8 @@ def _lossless_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
             if few and handle.spec.dense and implementation_of(layer)[0] == "batched_mm" and not layer.has_bias:
                 return batched(layer, routed, *cached.slots(addresses, routed.ids))
             return gathered(layer, routed, pages) if few else LibraryProduct(layer, routed).unheard(pages)
-    _refuse_captures(handle, routed.ids)
     handle.routing.scan_unseen()
-    heard, product = Heard(routed.ids, handle.spec.experts), LibraryProduct(layer, routed)
-    most = most_gathered(handle)
+    heard, product, most = _heard_product(call)
     if heard.touched and cached.passes(routed.ids):
         cached.pass_through(routed.ids, lambda part, pages: product.add_heard(heard.part(part.experts), pages), most)
         return product.result()
@@ -152,6 +150,13 @@ def _lossless_from_cache(call: _Call, cached: CachedLayer) -> Tensor:
     return product.result()
 
 
+def _heard_product(call: _Call) -> tuple[Heard, LibraryProduct, int]:
+    """Return a pass's routing as the host hears it, its product, and how many experts are gathered at once; syncs."""
+    _refuse_captures(call.handle, call.routed.ids)
+    heard = Heard(call.routed.ids, call.handle.spec.experts)
+    return heard, LibraryProduct(call.layer, call.routed), most_gathered(call.handle)
+
+
 # -- pages that never move --------------------------------------------------------------------------------------------
 
 
@@ -164,10 +169,18 @@ def _resident(call: _Call) -> Tensor | None:
     if not handle.spec.lossless:
         handle.routing.unlease()
         return KernelsProduct(layer, routed).resident(pages, scan=call.scan)
-    if fits_gathered(handle, routed.ids) and may_gather(handle):
+    if not may_gather(handle):
+        return None
+    if fits_gathered(handle, routed.ids):
         handle.routing.unlease()
         return gathered(layer, routed, pages)
-    return None
+    handle.routing.unlease()
+    heard, product, most = _heard_product(call)
+    if len(heard.touched) <= most:
+        return product.whole_heard(heard.part(heard.touched), heard.local_Tk, pages)
+    for first in range(0, len(heard.touched), most):
+        product.add_heard(heard.part(heard.touched[first : first + most]), pages)
+    return product.result()
 
 
 # -- the host leases --------------------------------------------------------------------------------------------------
