@@ -62,6 +62,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        for item in items:
+            if item.get_closest_marker("alone"):
+                item.add_marker(pytest.mark.skip(reason="needs the GPUs for itself: run it without -n"))
     if torch.cuda.is_available():
         return
     for item in items:

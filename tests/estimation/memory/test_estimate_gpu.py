@@ -109,6 +109,7 @@ def taken_with(preset: str, share: str) -> tuple[int, int, bool]:
     return torch.cuda.mem_get_info()[0], vb.runtime.budgets["gpu"], streamed
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("preset", "share"), [("fp4", "1900MiB"), ("exact", "2GiB"), ("dense", "2.2GB")])
 def test_a_process_stays_within_its_share_of_the_gpu(preset, share, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the docs say; the child has it

@@ -110,7 +110,7 @@ def test_the_kernel_of_many_experts_compiles(capability, width):
 
     types = {"place_ptr": "*i64", "expert_ptr": "*i64", "out_ptr": "*i16"}
     types |= dict.fromkeys(("total", "columns", "first", "fields"), "i32")
-    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE_CODES": 0x101, "WIDTH": width}
+    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE_CODES": 0x101, "WIDTH": width, "E2M1": True}
     aligned = ("out_ptr", "total", "columns")
     done = compiled(merge_experts_kernel, types, constants, capability, warps=8, aligned=aligned, gluon=False)
     assert "ld.global.v4.b32" in done.asm["ptx"] and "st.global.v4.b32" in done.asm["ptx"]
@@ -138,7 +138,14 @@ def test_the_kernel_compiles(capability, width, words):
         "total": "i32",
         "columns": "i32",
     }
-    constants = {"SPAN": SPAN, "BLOCK": 16, "WIDE_CODES": 0x101, "WIDTH": width, "TILE_WORDS": words}
+    constants = {
+        "SPAN": SPAN,
+        "BLOCK": 16,
+        "WIDE_CODES": 0x101,
+        "WIDTH": width,
+        "TILE_WORDS": words,
+        "E2M1": width == 8,
+    }
     source = triton.compiler.ASTSource(
         fn=merge_kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )

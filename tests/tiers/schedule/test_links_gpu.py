@@ -100,6 +100,7 @@ def test_pages_from_a_neighbour_and_over_two_links_in_one_pass():
     assert torch.equal(dense(x), want)
 
 
+@pytest.mark.alone
 def test_a_neighbour_without_memory_is_named():
     total = torch.cuda.mem_get_info(1)[1]
     held = torch.empty(torch.cuda.mem_get_info(1)[0] - (64 << 20), dtype=torch.uint8, device="cuda:1")

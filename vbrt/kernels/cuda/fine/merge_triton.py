@@ -28,23 +28,26 @@ def merge_kernel(
     WIDE_CODES: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_WORDS: tl.constexpr,
+    E2M1: tl.constexpr,
 ):
     """int16 bit patterns of SPAN consecutive weights of `total`; grid (ceil(total / SPAN),).
 
     A block's scale is value_ptr[byte] * tensor scale; bit c of WIDE_CODES marks code c as wide. WIDTH 8 is bf16, 12 is
     fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span. TILE_WORDS: 0, or words per tile if
-    code_ptr (int32) and scale_ptr (uint8) both point to tiles of rows of `columns` weights.
+    code_ptr (int32) and scale_ptr (uint8) both point to tiles of rows of `columns` weights. E2M1: codes are such
+    numbers; else level_ptr has each code's.
     """
     _merge_span(
         code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr,
         start_ptr, out_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, TILE_WORDS,
+        E2M1,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "fields"])
 def merge_experts_kernel(
     place_ptr, expert_ptr, out_ptr, total, columns, first, fields,
-    SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE_CODES: tl.constexpr, WIDTH: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE_CODES: tl.constexpr, WIDTH: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
     """`merge_kernel` of one matrix of each expert in expert_ptr int64 [P], into out_ptr [P, total]; zeros for -1.
 
@@ -64,7 +67,7 @@ def merge_experts_kernel(
             pointer_of(tl.load(row_ptr + 4), "float32"), pointer_of(tl.load(row_ptr + 5), "uint8"),
             pointer_of(tl.load(row_ptr + 6), "uint8"), pointer_of(tl.load(row_ptr + 7), "int8"),
             pointer_of(tl.load(row_ptr + 8), "int16"), pointer_of(tl.load(row_ptr + 9), "int32"),
-            own_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, 0,
+            own_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, 0, E2M1,
         )  # fmt: skip
 
 
@@ -73,6 +76,7 @@ def _merge_span(
     code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr, start_ptr,
     out_ptr, span, total, columns,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE_CODES: tl.constexpr, WIDTH: tl.constexpr, TILE_WORDS: tl.constexpr,
+    E2M1: tl.constexpr,
 ):  # fmt: skip
     """One span of `merge_kernel`."""
     GROUPS: tl.constexpr = SPAN // 16
@@ -90,7 +94,8 @@ def _merge_span(
         code, scale_at = _tile_codes(code_ptr, group, group < total, columns, BLOCK, TILE_WORDS)
     scale_byte = tl.load(scale_ptr + scale_at, mask=group < total, other=0).to(tl.int32)
     scale = tl.load(value_ptr + scale_byte) * tl.load(tensor_scale_ptr)
-    near = _bits(tl.load(level_ptr + code) * scale[:, None], WIDTH)
+    level = _e2m1(code) if E2M1 else tl.load(level_ptr + code)
+    near = _bits(level * scale[:, None], WIDTH)
 
     delta = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
     if WIDTH == 12:
@@ -143,6 +148,13 @@ def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORD
 def _code(pair):
     """Code with sign in bit 15 and magnitude in bits 8 to 6."""
     return (((pair >> 12) & 8) | ((pair >> 6) & 7)).to(tl.int32)
+
+
+@triton.jit
+def _e2m1(code):
+    """Value of a code, fp32: its bits at the end of an exponent that is less by 126, so that 0.5 is a subnormal."""
+    small = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    return (small.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
