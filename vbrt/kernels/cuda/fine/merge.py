@@ -67,6 +67,7 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
         WIDTH=width,
         TILE_WORDS=coarse.tile_words,
         E2M1=fmt.record.kernels == "e2m1",
+        WHOLE=total % SPAN == 0,
         num_warps=_WARPS,
         **triton_api.fp_fusion(True),
     )
@@ -87,7 +88,7 @@ def merge_experts(
         fmt, total = get_format(format), shape[0] * shape[1]
         wide = sum(1 << code for code in fmt.wide_codes)
         constants = {"SPAN": SPAN, "BLOCK": fmt.block, "WIDE_CODES": wide, "WIDTH": WIDTH[dtype]}
-        constants["E2M1"] = fmt.record.kernels == "e2m1"
+        constants |= {"E2M1": fmt.record.kernels == "e2m1", "WHOLE": total % SPAN == 0}
         tensors = places_EF, experts_P, out.view(torch.int16)
         _launch_experts(
             (-(-total // SPAN), len(experts_P)), tensors, (total, shape[1], first, places_EF.shape[1]), constants

@@ -29,18 +29,19 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     E2M1: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """int16 bit patterns of SPAN consecutive weights of `total`; grid (ceil(total / SPAN),).
 
     A block's scale is value_ptr[byte] * tensor scale; bit c of WIDE_CODES marks code c as wide. WIDTH 8 is bf16, 12 is
     fp16. start_ptr int32 [grid, 2]: entries of the two lists before each span. TILE_WORDS: 0, or words per tile if
     code_ptr (int32) and scale_ptr (uint8) both point to tiles of rows of `columns` weights. E2M1: codes are such
-    numbers; else level_ptr has each code's.
+    numbers; else level_ptr has each code's. WHOLE: `total` is a multiple of SPAN.
     """
     _merge_span(
         code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr,
         start_ptr, out_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, TILE_WORDS,
-        E2M1,
+        E2M1, WHOLE,
     )  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def merge_kernel(
 def merge_experts_kernel(
     place_ptr, expert_ptr, out_ptr, total, columns, first, fields,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE_CODES: tl.constexpr, WIDTH: tl.constexpr, E2M1: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`merge_kernel` of one matrix of each expert in expert_ptr int64 [P], into out_ptr [P, total]; zeros for -1.
 
@@ -67,7 +69,7 @@ def merge_experts_kernel(
             pointer_of(tl.load(row_ptr + 4), "float32"), pointer_of(tl.load(row_ptr + 5), "uint8"),
             pointer_of(tl.load(row_ptr + 6), "uint8"), pointer_of(tl.load(row_ptr + 7), "int8"),
             pointer_of(tl.load(row_ptr + 8), "int16"), pointer_of(tl.load(row_ptr + 9), "int32"),
-            own_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, 0, E2M1,
+            own_ptr, tl.program_id(0), total, columns, SPAN, BLOCK, WIDE_CODES, WIDTH, 0, E2M1, WHOLE,
         )  # fmt: skip
 
 
@@ -76,52 +78,67 @@ def _merge_span(
     code_ptr, scale_ptr, tensor_scale_ptr, level_ptr, value_ptr, low_ptr, nibble_ptr, side_ptr, escape_ptr, start_ptr,
     out_ptr, span, total, columns,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE_CODES: tl.constexpr, WIDTH: tl.constexpr, TILE_WORDS: tl.constexpr,
-    E2M1: tl.constexpr,
+    E2M1: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One span of `merge_kernel`."""
     GROUPS: tl.constexpr = SPAN // 16
     base = span.to(tl.int64) * SPAN
-    group = base + tl.arange(0, GROUPS) * 16
+    group = tl.arange(0, GROUPS) * 16  # from here on within the span
     at = group[:, None] + tl.arange(0, 16)[None, :]
-    inside = at < total
+    pair = group[:, None] // 2 + tl.arange(0, 8)[None, :]
+    left = tl.minimum(total - base, SPAN).to(tl.int32)
+    inside, here = at < left, group < left
     if TILE_WORDS == 0:
-        byte = tl.load(
-            code_ptr + (group[:, None] // 2 + tl.arange(0, 8)[None, :]), mask=group[:, None] < total, other=0
-        )
+        byte = _load(code_ptr + base // 2 + pair, here[:, None], WHOLE)
         code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, 16)).to(tl.int32)
-        scale_at = group // BLOCK
+        scale_at = (base + group) // BLOCK
     else:
-        code, scale_at = _tile_codes(code_ptr, group, group < total, columns, BLOCK, TILE_WORDS)
-    scale_byte = tl.load(scale_ptr + scale_at, mask=group < total, other=0).to(tl.int32)
+        code, scale_at = _tile_codes(code_ptr, base + group, here, columns, BLOCK, TILE_WORDS, WHOLE)
+    scale_byte = _load(scale_ptr + scale_at, here, WHOLE).to(tl.int32)
     scale = tl.load(value_ptr + scale_byte) * tl.load(tensor_scale_ptr)
     level = _e2m1(code) if E2M1 else tl.load(level_ptr + code)
     near = _bits(level * scale[:, None], WIDTH)
 
-    delta = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
+    delta = _load(low_ptr + base + at, inside, WHOLE).to(tl.int32)
     if WIDTH == 12:
-        half = tl.load(
-            nibble_ptr + (group[:, None] // 2 + tl.arange(0, 8)[None, :]), mask=group[:, None] < total, other=0
-        )
+        half = _load(nibble_ptr + base // 2 + pair, here[:, None], WHOLE)
         delta += tl.reshape(tl.join(half & 15, half >> 4), (GROUPS, 16)).to(tl.int32) << 8
     SIGN: tl.constexpr = 1 << (WIDTH - 1)
-    wide = (((WIDE_CODES >> code) & 1) != 0) & inside
-    escaped = (delta == SIGN) & (wide == 0) & inside
+    wide = (code & 7) == 0 if E2M1 else ((WIDE_CODES >> code) & 1) != 0
+    if not WHOLE:
+        wide = wide & inside
+    escaped = (delta == SIGN) & (wide == 0)
+    if not WHOLE:
+        escaped = escaped & inside
     # prefix counts of both lists in one scan
     count = wide.to(tl.int32) + (escaped.to(tl.int32) << 16)
     row = tl.sum(count, 1)
     before = tl.cumsum(count, 1) - count + (tl.cumsum(row, 0) - row)[:, None]
-    side_at = tl.load(start_ptr + span * 2) + (before & 0xFFFF)
-    escape_at = tl.load(start_ptr + span * 2 + 1) + (before >> 16)
-    side = tl.load(side_ptr + side_at, mask=wide, other=0).to(tl.int32)
-    escape = tl.load(escape_ptr + escape_at, mask=escaped, other=0).to(tl.int32)
-    signed = (delta ^ SIGN) - SIGN
-    delta = tl.where(wide, delta | (side << WIDTH), tl.where(escaped, escape, signed))
-    word = _ordinal(_ordinal(near) + delta)
-    tl.store(out_ptr + at, word.to(tl.int16), mask=inside)
+    side_ptr += tl.load(start_ptr + span * 2)
+    escape_ptr += tl.load(start_ptr + span * 2 + 1)
+    side = tl.load(side_ptr + (before & 0xFFFF), mask=wide, other=0).to(tl.int32)
+    escape = tl.load(escape_ptr + (before >> 16), mask=escaped, other=0).to(tl.int32)
+    signed = tl.where(escaped, escape, (delta ^ SIGN) - SIGN)
+    word = _ordinal(near) + tl.where(wide, delta | (side << WIDTH), signed)
+    word = _ordinal((word << 16) >> 16).to(tl.int16)
+    if WHOLE:
+        tl.store(out_ptr + base + at, word)
+    else:
+        tl.store(out_ptr + base + at, word, mask=inside)
 
 
 @triton.jit
-def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORDS: tl.constexpr):
+def _load(pointer, inside, WHOLE: tl.constexpr):
+    """What lies at pointers; 0 where they are not inside."""
+    if WHOLE:
+        value = tl.load(pointer)
+    else:
+        value = tl.load(pointer, mask=inside, other=0)
+    return value
+
+
+@triton.jit
+def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORDS: tl.constexpr, WHOLE: tl.constexpr):
     """Codes int32 [groups, 16] of the 16 consecutive weights from each of `group` on, and offsets of their scale bytes;
     see `e2m1/tiles.py` for the order of words and bits."""
     row = group // columns
@@ -132,7 +149,7 @@ def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORD
     word_at = tile + (column % 32 // 16 * 128 + lane_row * 16 + lane * 4)
     place = tl.arange(0, 4)[None, :]  # 4 columns each; the second half of the lanes has the pairs of words swapped
     at = word_at[:, None] + (place ^ (lane // 2 * 2)[:, None])
-    word = tl.load(word_ptr + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
+    word = _load(word_ptr + at, inside[:, None], WHOLE).to(tl.uint32, bitcast=True)
     low = half[:, None] == 0
     first = tl.where(low, word << 2, word << 6)
     second = tl.where(low, (word << 12) | (word >> 20), word ^ (word >> 8))
@@ -159,7 +176,7 @@ def _e2m1(code):
 
 @triton.jit
 def _bits(value, WIDTH: tl.constexpr):
-    """Bit pattern of fp32 values rounded to bf16 or fp16, in the low half."""
+    """Bit pattern of fp32 values rounded to bf16 or fp16, with its sign in the upper half."""
     if WIDTH == 12:
         return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     word = value.to(tl.int32, bitcast=True)
@@ -168,6 +185,5 @@ def _bits(value, WIDTH: tl.constexpr):
 
 @triton.jit
 def _ordinal(word):
-    """See `formats.fine_plane.ordinal`; only the low half of `word` is used."""
-    word = (word << 16) >> 16
+    """See `formats.fine_plane.ordinal`; word has its sign in all upper bits."""
     return word ^ ((word >> 15) & 0x7FFF)
