@@ -257,13 +257,18 @@ LEVELS = [
 
 
 AFFINE = [
-    *((name, torch.bfloat16, 328) for name in ("superblock32", "affine32-float16", "symmetric32-float16")),
+    *(
+        (name, torch.bfloat16, 328)
+        for name in ("superblock32", "affine32-float16", "signed32-bfloat16", "symmetric32-float16")
+    ),
     *(
         pytest.param(name, torch.float32, k, marks=pytest.mark.exhaustive)
         for name in (
             "superblock32",
             "affine16-bfloat16",
             "affine64-float32",
+            "signed16-float16",
+            "signed64-float32",
             "zeros64-float32",
             "zeros128-float16",
             "symmetric128-float16",
@@ -288,9 +293,30 @@ def test_tables(name, dtype, k, gpu, monkeypatch):
     assert gpu == ["linear_kernel", "decode_kernel"]
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("scales", ["bfloat16", "float32"])
+def test_the_middle_code_decodes_to_the_middle_itself_however_small_it_is(scales, gpu):
+    format, shape = get_format(f"signed16-{scales}"), (8, 208)
+    coarse = format.encode(torch.randn(shape) * 0.03)
+    coarse["middles"] *= 2.0**-20
+    coarse["codes"][:, ::2] = 0x88
+    planes = WeightPlanes(format.name, shape, torch.float32, coarse)
+    w = table_linear._decode(planes, torch.float32)
+    assert torch.equal(w, reference.decode_weight(planes))
+    assert torch.equal(w[:, ::16], coarse["middles"].float()) and gpu == ["decode_kernel"]
+
+
 @pytest.mark.sample(2)
 @matrix(
-    name=["superblock32", "affine32-float16", "levels32-float32", "zeros64-bfloat16", "nf4", "symmetric32-float16"],
+    name=[
+        "superblock32",
+        "affine32-float16",
+        "signed64-bfloat16",
+        "levels32-float32",
+        "zeros64-bfloat16",
+        "nf4",
+        "symmetric32-float16",
+    ],
     tokens=[1, 2],
     at_most=1,
 )

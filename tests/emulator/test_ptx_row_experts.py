@@ -21,6 +21,7 @@ FORMATS = [
     "affine32-float16",
     "affine16-bfloat16",
     "affine64-float32",
+    "signed32-bfloat16",
     "zeros128-float16",
     "symmetric32-float16",
 ]

@@ -52,6 +52,7 @@ def defined(record, plane, k):
     spread = {name: field[:, : codes.shape[1]] for name, field in spread.items()}
     formulas = {
         "values": lambda: codes * spread["scales"] + spread["offsets"],
+        "middles": lambda: (codes - 8) * spread["scales"] + spread["middles"],
         "zeros": lambda: (codes - spread["zeros"]) * spread["scales"],
         "floatzeros": lambda: (codes - spread["zeros"]).to(plane["scales"].dtype).float() * spread["scales"],
         "superblock": lambda: codes * (spread["d"] * spread["scales"]) - spread["dmin"] * spread["mins"],
@@ -72,7 +73,7 @@ def test_a_weight_is_code_times_scale_plus_offset(name):
 def test_block_terms_give_the_decoded_weights_by_one_fused_operation(name):
     fmt, plane = any_plane(name, (3, 256))
     scale, offset = (term.double().repeat_interleave(fmt.block, dim=1) for term in fmt.block_terms(plane))
-    codes = numbers(fmt.record, plane)
+    codes = numbers(fmt.record, plane).float() + (fmt.levels[0] if fmt.record.bits == 4 else 0)
     assert torch.equal((codes * scale + offset).float(), fmt.decode(plane, (3, 256), torch.float32))
 
 
@@ -95,7 +96,9 @@ def test_extreme_weights_stay_finite(name, dtype):
         assert ((decoded.double() - w.double()).abs() <= 0.2 * largest * bool(w.any())).all()
 
 
-@pytest.mark.parametrize("name", ["affine32-float16", "zeros128-float16", "superblock32", "superbytes32"])
+@pytest.mark.parametrize(
+    "name", ["affine32-float16", "signed64-float16", "zeros128-float16", "superblock32", "superbytes32"]
+)
 def test_a_weight_beyond_the_scales_is_refused(name):
     with pytest.raises(FormatError, match=r"largest weight is 1e\+30; its scales and offsets reach"):
         get_format(name).encode(torch.full((2, 32), 1e30))
@@ -241,7 +244,7 @@ def test_tensors_that_do_not_fit_are_refused(repack, message):
         repack()
 
 
-@pytest.mark.parametrize("name", ["affine128-bfloat16", "zeros64-float16", "superblock32"])
+@pytest.mark.parametrize("name", ["affine128-bfloat16", "signed128-float32", "zeros64-float16", "superblock32"])
 def test_parts_of_other_blocks_are_joined_with_their_bits(name):
     shape = (4, 200)
     fmt, plane = any_plane(name, shape)
@@ -254,4 +257,4 @@ def test_parts_of_other_blocks_are_joined_with_their_bits(name):
 
 
 def test_formats_are_records_of_one_interface():
-    assert len(NAMES) == 74 and all(isinstance(get_format(name), Format) for name in NAMES)
+    assert len(NAMES) == 86 and all(isinstance(get_format(name), Format) for name in NAMES)

@@ -84,7 +84,7 @@ def test_layouts_hold_the_advertised_bits_a_weight():
     groups = list(product((16, 32, 64, 128), SCALE_BITS.items()))
     levels = {f"levels{b}-{s}": 4 + size / b for b, (s, size) in groups}
     levels |= {f"symmetric{b}-{s}": 4 + size / b for b, (s, size) in groups}
-    affine = {f"affine{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}
+    affine = {f"{kind}{b}-{s}": 4 + 2 * size / b for kind in ("affine", "signed") for b, (s, size) in groups}
     zeros = {f"zeros{b}-{s}": 4 + (size + 8) / b for b, (s, size) in groups}
     zeros |= {f"floatzeros{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}
     own = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "quantile": 4.125, "mxint8": 8.25, "dense": 16}

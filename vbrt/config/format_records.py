@@ -36,6 +36,7 @@ GROUP_KINDS = {
     "levels": ("vbrt.formats.sixteen_levels:Levels", "levels", None),
     "symmetric": ("vbrt.formats.sixteen_levels:Symmetric", "levels", None),
     "affine": ("vbrt.formats.affine:Affine", "affine", "values"),
+    "signed": ("vbrt.formats.affine:Signed", "affine", "middles"),
     "zeros": ("vbrt.formats.affine:ZeroPoint", "affine", "zeros"),
     "floatzeros": ("vbrt.formats.affine:FloatZeroPoint", "plain", "floatzeros"),
 }
@@ -65,8 +66,9 @@ class FormatRecord:
         block: weights along K that share a scale.
         scales: encoding of a block's scale: "e4m3", "ue4m4", "e8m0" (a byte), a dtype of `LEVEL_SCALES`, or
             "superblock" (6 or 8 bits, times an fp16 number per 256 weights); None: no scales.
-        offsets: storage of a block's offset: "values" (of the scales' dtype), "zeros" (a code that stands for 0),
-            "floatzeros" (between codes, of the scales' dtype) or "superblock" (like the scale); None: no offset.
+        offsets: storage of a block's offset: "values" (the weight of code 0, of the scales' dtype), "middles" (the
+            weight of code 8, of the scales' dtype), "zeros" (a code that stands for 0), "floatzeros" (between codes, of
+            the scales' dtype) or "superblock" (like the scale); None: no offset.
         bits: bits per code.
         kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes", "plain"); None:
             decoded by the reference.

@@ -1,17 +1,23 @@
-"""Codes with a scale and an offset per block, as published: `affine16-float16` to `affine128-float32`,
+"""Codes with a scale and an offset per block, as published: `affine16-float16` to `affine128-float32`, `signed...`,
 `zeros16-float16` to `zeros128-float32`, `floatzeros...` and `superblock32` of 4 bits; `offsetbytes...`, `zerobytes...`,
 `floatzerobytes...` and `superbytes32` of 8.
 
     4 bits        8 bits            weight
     affine        offsetbytes       code * scale + offset              GGUF's Q4_1, MLX    Q5_1
+    signed                          (code - 8) * scale + middle        torchao
     zeros         zerobytes         (code - zero) * scale              AWQ, asymmetric GPTQ, AutoRound, int4 of others
     floatzeros    floatzerobytes    (code - zero) * scale              HQQ
     superblock    superbytes32      code * (d * scale) - dmin * min    GGUF's Q4_K         Q5_K
 
 Every operation is rounded to fp32, the result to the weight's dtype. All products are exact in fp32 but those of fp32
-scales, so a kernel may compute any of them as one FMA of code, scale and offset (`Affine.block_terms`) with the same
+scales, so a kernel may compute any of them as one FMA of level, scale and offset (`Affine.block_terms`) with the same
 bits; of fp32 scales it may not. Nor may it of `floatzeros`, whose zero points lie between codes: the difference is
 rounded to the scales' dtype, as HQQ does in its compute dtype, before the product.
+
+`signed` differs from `affine` in what stays exact: the weight of code 8 is `middle` itself. As an offset of codes from
+0, middle - 8 * scale, it would be rounded: fp32 loses a middle below 2^-24 of 8 * scale. A decoder therefore subtracts
+8 from the code. A product of sums, scale * (q x) + (middle - 8 * scale) * (sum of x), may round that offset to fp32,
+by 2^-24 of its size: its sums are rounded by as much.
 
 Bits per weight: those of a code, plus 32 / block (16-bit offsets or float zero points), 24 / block (zero points of
 16-bit scales) or 0.625 (superblocks, whose 6-bit numbers take a byte each).
@@ -37,8 +43,9 @@ from vbrt.formats.block_formats import (
 )
 from vbrt.formats.format import Format, check_weight, padded
 from vbrt.formats.page import DTYPES, PageLayout, build_layout
+from vbrt.formats.sixteen_levels import INT4_LEVELS
 
-__all__ = ["CODES", "SUPERBLOCK", "Affine", "BlockTerms", "FloatZeroPoint", "Superblock", "ZeroPoint"]
+__all__ = ["CODES", "SUPERBLOCK", "Affine", "BlockTerms", "FloatZeroPoint", "Signed", "Superblock", "ZeroPoint"]
 
 #: weights that share `d` and `dmin`
 SUPERBLOCK = 256
@@ -53,7 +60,7 @@ _INSIDE = 7 / 8  # part of a dtype's range from which rounding of scales, offset
 
 
 class BlockTerms(NamedTuple):
-    """Scale and offset of each block, fp32 [N, Kp/block]: weight = code * scale + offset."""
+    """Scale and offset of each block, fp32 [N, Kp/block]: weight = level * scale + offset."""
 
     scale_NB: Tensor
     offset_NB: Tensor
@@ -61,7 +68,13 @@ class BlockTerms(NamedTuple):
 
 class Affine(Format):
     """Fields: codes uint8 [N, Kp/2], low nibble first, or [N, Kp] of 8 bits; scales and offsets [N, Kp/block] in the
-    record's dtype, of either sign."""
+    record's dtype, of either sign.
+
+    Attributes:
+        levels: of 4-bit codes, ascending whole numbers.
+    """
+
+    levels = CODES
 
     def __init__(self, record: FormatRecord) -> None:
         super().__init__(record)
@@ -81,9 +94,9 @@ class Affine(Format):
         return BlockTerms(tensors["scales"].float(), tensors["offsets"].float())
 
     def tables(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockFormat.tables`: the codes themselves, an empty table of scale bytes, and 1."""
+        """See `BlockFormat.tables`: the levels, an empty table of scale bytes, and 1."""
         device = tensors["codes"].device
-        return constant_levels(CODES, device), torch.empty(0, dtype=torch.float32, device=device), ones(device)
+        return constant_levels(self.levels, device), torch.empty(0, dtype=torch.float32, device=device), ones(device)
 
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`."""
@@ -91,7 +104,7 @@ class Affine(Format):
         return decode_blocks(tensors["codes"], scale_NB, self._quads(tensors), shape, dtype, offset_NB=offset_NB)
 
     def _quads(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        return constant_quads(CODES, tensors["codes"].device) if self.record.bits == 4 else None
+        return constant_quads(self.levels, tensors["codes"].device) if self.record.bits == 4 else None
 
     @torch.no_grad()
     def encode(self, w_NK: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
@@ -116,9 +129,8 @@ class Affine(Format):
         x_RBb = x_RK.view(len(x_RK), -1, self.block)
         terms = self._terms(x_RBb.amin(-1), x_RBb.amax(-1))
         scale_RB, offset_RB = self.block_terms(terms)
-        code_RBb = (
-            (x_RBb - offset_RB.unsqueeze(-1)).div_(_divisor(scale_RB).unsqueeze(-1)).round_().clamp_(0, self.last)
-        )
+        level_RBb = (x_RBb - offset_RB.unsqueeze(-1)).div_(_divisor(scale_RB).unsqueeze(-1)).round_()
+        code_RBb = level_RBb.sub_(self.levels[0]).clamp_(0, self.last)
         codes = pack_nibbles(code_RBb.view(-1, self.block).t()) if self.record.bits == 4 else code_RBb.to(torch.uint8)
         return {"codes": codes.view(len(x_RK), -1), **terms}
 
@@ -126,6 +138,24 @@ class Affine(Format):
         """Return the fields besides codes of blocks with these ranges."""
         dtype = DTYPES[self.record.scales]
         return {"scales": ((high_RB - low_RB) / self.last).to(dtype), "offsets": low_RB.to(dtype)}
+
+
+class Signed(Affine):
+    """Fields: codes; scales and middles [N, Kp/block] in the record's dtype, of either sign: the weights of code 8."""
+
+    levels = INT4_LEVELS
+
+    def _fields(self, n: int, blocks: int) -> list[tuple[str, str, tuple[int, int]]]:
+        return [(name, self.record.scales, (n, blocks)) for name in ("scales", "middles")]
+
+    def block_terms(self, tensors: dict[str, Tensor]) -> BlockTerms:
+        """See `Affine.block_terms`."""
+        return BlockTerms(tensors["scales"].float(), tensors["middles"].float())
+
+    def _terms(self, low_RB: Tensor, high_RB: Tensor) -> dict[str, Tensor]:
+        scales = super()._terms(low_RB, high_RB)["scales"]
+        middle_RB = low_RB - self.levels[0] * scales.float()
+        return {"scales": scales, "middles": middle_RB.to(scales.dtype)}
 
 
 class ZeroPoint(Affine):

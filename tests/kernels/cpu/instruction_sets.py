@@ -22,7 +22,14 @@ from vbrt.kernels.experts import apply_gate
 __all__ = ["CALL_CHECKS", "CHECKS", "check_products"]
 
 #: one format of each storage of offsets, and one whose products fp32 rounds
-OFFSETS = ("superblock32", "zeros128-bfloat16", "affine32-float16", "affine16-float32")
+OFFSETS = (
+    "superblock32",
+    "zeros128-bfloat16",
+    "affine32-float16",
+    "affine16-float32",
+    "signed32-bfloat16",
+    "signed16-float32",
+)
 #: published 8-bit codes: under scales of a block and of a superblock, and with each storage of offsets
 EIGHT = ("bytes32-float16", "superbytes16", "superbytes32", "zerobytes64-bfloat16", "offsetbytes16-float32")
 EIGHT += ("floatbytes16-bfloat16", "floatbytes128-float32", "unitbytes128")

@@ -48,7 +48,13 @@ def product(x, planes, library=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("name", "levels"),
-    [("nvfp4", None), ("mxfp4", None), ("levels64-float16", INT4_LEVELS), ("affine32-float16", None)],
+    [
+        ("nvfp4", None),
+        ("mxfp4", None),
+        ("levels64-float16", INT4_LEVELS),
+        ("affine32-float16", None),
+        ("signed32-bfloat16", None),
+    ],
 )
 def test_inputs_of_16_bits_are_multiplied_in_fixed_point(avx2, name, levels, dtype):
     for shape in SHAPES:

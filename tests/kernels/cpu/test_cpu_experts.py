@@ -19,7 +19,14 @@ from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.experts import ExpertPages, Gate, apply_gate, part_planes
 
 CPU = torch.device("cpu")
-FORMATS = (*cpu_linear.FORMATS, *cpu_linear.BYTES, "affine32-float16", "zeros64-float32", "superblock32")
+FORMATS = (
+    *cpu_linear.FORMATS,
+    *cpu_linear.BYTES,
+    "affine32-float16",
+    "signed64-float32",
+    "zeros64-float32",
+    "superblock32",
+)
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 2e-3}
 WHY = build.refusal(CPU, "experts")
 built = pytest.mark.skipif(WHY is not None, reason=str(WHY))

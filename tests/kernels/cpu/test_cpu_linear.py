@@ -132,7 +132,15 @@ def test_the_decoded_weight_has_the_bits_of_the_reference(name, shape, dtype):
 
 @built
 @pytest.mark.parametrize(
-    "name", ["affine16-float32", "affine128-float32", "zeros32-float32", "offsetbytes16-float32", "zerobytes32-float32"]
+    "name",
+    [
+        "affine16-float32",
+        "affine128-float32",
+        "signed64-float32",
+        "zeros32-float32",
+        "offsetbytes16-float32",
+        "zerobytes32-float32",
+    ],
 )
 def test_products_with_scales_of_32_bits_are_rounded_before_offsets_are_added(name):
     """In tiles, too: their sums of one weight each are that weight."""
@@ -161,6 +169,24 @@ def test_the_difference_of_code_and_zero_point_is_rounded_before_the_product(kin
     assert torch.equal(w, exact) is (scales == "float32")
 
 
+@built
+@pytest.mark.parametrize("scales", ["float16", "bfloat16", "float32"])
+def test_the_middle_code_is_the_middle_itself_however_small_it_is(scales):
+    """Counted from 0, codes would have an offset of -8 scales, which fp32 rounds by more than these middles."""
+    planes, _ = case(f"signed32-{scales}", (40, 528))
+    planes.coarse["middles"][::2] *= 2.0**-20
+    planes.coarse["codes"][:, ::3] = 0x88
+    w = reference.decode_weight(planes)
+    assert torch.equal(w[:, ::96], planes.coarse["middles"][:, ::3].float())
+    assert torch.equal(cpu_linear.decode_weight(planes), w)
+    assert torch.equal(cpu_linear.decode_rows(planes, [3, 0]), w[[3, 0]])
+    if cpu_linear.library().vbrt_has_panels():
+        y = cpu_linear._multiply(torch.eye(528), planes, None, torch.float32, cpu_linear.library().vbrt_panels)
+        assert torch.equal(y, w.T)
+    y = cpu_linear.linear(torch.eye(528)[96:97], planes)
+    assert torch.equal(y[0], w[:, 96])
+
+
 @pytest.mark.sample(8)
 @built
 @pytest.mark.parametrize("name", [*cpu_linear.LEVELS, *cpu_linear.AFFINE, *cpu_linear.EIGHT])
@@ -179,8 +205,8 @@ def test_published_levels_and_offsets_in_any_encoding_will_do(name):
 @built
 @pytest.mark.parametrize(
     "name",
-    ["affine16-float32", "affine128-float16", "zeros32-float32", "superblock32", "superbytes16", "superbytes32",
-     "floatzeros64-float16", "floatzerobytes16-bfloat16"],
+    ["affine16-float32", "affine128-float16", "signed32-bfloat16", "signed16-float32", "zeros32-float32",
+     "superblock32", "superbytes16", "superbytes32", "floatzeros64-float16", "floatzerobytes16-bfloat16"],
 )  # fmt: skip
 def test_scales_and_offsets_of_other_rows_do_not_matter(name):
     """Planes end where their memory does; a row of 4112 columns ends within vectors of scales, and in a superblock."""

@@ -104,7 +104,10 @@ def small(team, device, k=160, tokens=1, dtype=torch.bfloat16, rows=(48,)):
     return box, parts, team.entry(box, parts, tokens, dtype)
 
 
-@matrix(format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "affine32-float16", "superblock32"), threads=(1, 3))
+@matrix(
+    format=("nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "affine32-float16", "signed64-float16", "superblock32"),
+    threads=(1, 3),
+)
 @torch.no_grad()
 def test_products_have_the_bits_of_an_expert_whatever_the_threads(format, threads):
     for part, x, y in check_products(format, threads):

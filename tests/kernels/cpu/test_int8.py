@@ -104,7 +104,7 @@ def test_published_levels_are_whole_steps_or_nearly_so(levels):
     assert error(int8.linear(x, planes), F.linear(as_rounded(x), w)) <= exact
 
 
-@pytest.mark.parametrize("name", ["affine32-float16", "zeros128-bfloat16", "superblock32"])
+@pytest.mark.parametrize("name", ["affine32-float16", "signed32-bfloat16", "zeros128-bfloat16", "superblock32"])
 def test_offsets_are_multiplied_by_what_inputs_were_rounded_to(name):
     """Codes are not centered: were sums of x exact, errors of its rounding would be twice as large."""
     planes, w = case(name, (64, 640))

@@ -13,7 +13,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @built
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@matrix(tokens=[1, 3, 4], inputs=[50, 4112], name=("nvfp4", "quantile", "mxint8", "affine32-float16"))
+@matrix(
+    tokens=[1, 3, 4], inputs=[50, 4112], name=("nvfp4", "quantile", "mxint8", "affine32-float16", "signed32-bfloat16")
+)
 def test_one_call_for_several_layers_gives_the_bits_of_a_call_for_each(name, inputs, tokens, dtype):
     planes = [case(name, (outputs, inputs), dtype)[0] for outputs in (130, 7, 24)]
     x, bias = torch.randn(2, tokens // 2 or 1, inputs).to(dtype)[: tokens // 2 or 1], torch.randn(130).to(dtype)

@@ -16,7 +16,14 @@ from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.entries import KERNELS
 from vbrt.kernels.experts import ExpertPages, Gate, weigh_and_sum
 
-NIBBLES = ["superblock32", "affine32-float16", "affine16-bfloat16", "affine64-float32", "zeros128-float16"]
+NIBBLES = [
+    "superblock32",
+    "affine32-float16",
+    "affine16-bfloat16",
+    "affine64-float32",
+    "signed32-bfloat16",
+    "zeros128-float16",
+]
 BYTES = ["bytes32-float16", "superbytes16", "superbytes32", "floatbytes128-float32", "unitbytes128"]
 BYTES += ["offsetbytes32-float16", "zerobytes128-float16", "floatzeros64-bfloat16"]
 BYTES += ["mxint8"]

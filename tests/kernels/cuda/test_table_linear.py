@@ -19,6 +19,8 @@ AFFINE = (
     "affine16-bfloat16",
     "affine32-float16",
     "affine64-float32",
+    "signed32-bfloat16",
+    "signed64-float32",
     "zeros64-float32",
     "zeros128-float16",
 )

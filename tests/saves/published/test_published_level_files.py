@@ -50,6 +50,7 @@ def random_plane(format, shape, generator):
             "levels32-float16",
             "symmetric32-float16",
             "affine32-float16",
+            "signed32-float16",
             "zeros64-float16",
             "floatzeros64-float16",
             "superblock32",
@@ -100,7 +101,9 @@ def test_a_weight_that_is_assigned_to_such_a_layer_is_encoded():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format", ["levels32-bfloat16", "affine32-float16", "superblock32", "superbytes16"])
+@pytest.mark.parametrize(
+    "format", ["levels32-bfloat16", "affine32-float16", "signed32-bfloat16", "superblock32", "superbytes16"]
+)
 def test_routed_experts_compute_with_it(tmp_path, dtype, format):
     model, ids = qwen3_moe(dtype=dtype), torch.arange(12).view(1, 12)
     attachment = attached(model, format)

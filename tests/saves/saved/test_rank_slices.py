@@ -13,6 +13,7 @@ from vbrt.saves.saved.rank_slices import Held, Matrix, cut_between_blocks, join_
         ("mxfp4", 64, 160),
         ("mxint8", 64, 160),
         ("affine32-float16", 64, 160),
+        ("signed32-bfloat16", 64, 160),
         ("zeros64-bfloat16", 64, 160),
         ("superblock32", 256, 608),
         ("superbytes16", 256, 608),

@@ -19,13 +19,13 @@ to begin with (`shares.h`): where threads took chunks in turns, what one prefetc
 NUMA nodes is as the system places it, for want of a machine to measure on.
 
 **Offsets** (kernel family "affine"): y = sum over blocks of scale (q x) + offset (sum of x), with the codes 0 to 15 as
-levels. Sums of x by block are made once, behind the row of x in its layout, so a block's offset costs one product for
-each token: a sixteenth of a vector. In integers they are sums of what x was rounded to: codes are not centered, and
-with exact sums an error of rounding would count with the code, not with the weight. Tiles and decoded weights have the
-bits of the reference, which rounds products with 32-bit scales before it adds the offset: so `linear.c` is compiled
-without contraction. Bytes a second of one busy core of a Sapphire Rapids, one token, in shares of `nvfp4`: Q4_1 1.0 to
-1.1 (its 5 bits take 0.97 to 1.07 of the time), Q4_K 0.9 to 1.0, AWQ with groups of 128 0.9 to 1.1; with AVX2 1.0 to
-1.1, 0.9 and 0.9 to 1.0.
+levels, or -8 to 7 (`signed...`), whose offsets would be rounded if codes were counted from 0. Sums of x by block are
+made once, behind the row of x in its layout, so a block's offset costs one product for each token: a sixteenth of a
+vector. In integers they are sums of what x was rounded to: codes are not centered, and with exact sums an error of
+rounding would count with the code, not with the weight. Tiles and decoded weights have the bits of the reference, which
+rounds products with 32-bit scales before it adds the offset: so `linear.c` is compiled without contraction. Bytes a
+second of one busy core of a Sapphire Rapids, one token, in shares of `nvfp4`: Q4_1 1.0 to 1.1 (its 5 bits take 0.97 to
+1.07 of the time), Q4_K 0.9 to 1.0, AWQ with groups of 128 0.9 to 1.1; with AVX2 1.0 to 1.1, 0.9 and 0.9 to 1.0.
 
 **8-bit codes** (`eight.h`) are converted, 32 columns at a time. Under scales alone, of 32 columns and more, the scale
 multiplies the block's sum; in blocks of 16 (Q6_K) and with offsets (Q5_K) codes become weights first, one FMA for eight

@@ -63,7 +63,7 @@ NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BYTE, _SUPER = 3, 4
 #: type numbers of dots.h, and the field, by a record's offsets
 _OFFSETS = {None: (0, "offsets"), "values": (1, "offsets"), "zeros": (2, "zeros"), "superblock": (3, "mins")}
-_OFFSETS |= {"floatzeros": (4, "zeros")}
+_OFFSETS |= {"floatzeros": (4, "zeros"), "middles": (1, "middles")}  # middles: offsets of the levels -8 to 7
 #: fields of dots.h's `Row`
 PLANE = ("codes", "scales", "offsets", "d", "dmin")
 

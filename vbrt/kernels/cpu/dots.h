@@ -2,8 +2,9 @@
  * and multiplied there.
  *
  * weight = level[code] * (value[scale byte] * unit), or level[code] * scale for scales of 16 or 32 bits; a scale may be
- * applied to a sum of level[code] * x instead. Affine weights have levels 0 to 15 and an offset per block, which is
- * multiplied by the sum of the block's x: sums come with a row of x, so an offset costs one product per block and token.
+ * applied to a sum of level[code] * x instead. Affine weights have levels 0 to 15 (signed ones -8 to 7) and an offset per
+ * block, which is multiplied by the sum of the block's x: sums come with a row of x, so an offset costs one product per
+ * block and token.
  * Two codes share a byte, the even column in the low nibble. A block has 16, 32, 64 or 128 columns.
  * The summation order of a dot product depends on the row's length alone.
  * `dots` itself is in one file per instruction set, with `Dots`, its scale tables and its span layout.
@@ -136,7 +137,7 @@ static Dots dots_with(const float *levels, const float *values, float unit, int6
     fill_scales(&d, values, unit, scales);
     if (offset_type) {
         d.step = 1;
-        for (int i = 0; i < 16; i++) d.whole[i] = (int8_t)i;
+        for (int i = 0; i < 16; i++) d.whole[i] = (int8_t)levels[i];
         return d;
     }
     if (form == AS_INT8) d.step = in_whole_steps(levels, d.whole);

@@ -19,7 +19,7 @@
 #else
 #define OFFSET SMALL
 #endif
-/* of levels: those of affine weights, which are their codes; offset ones; others */
+/* of levels: those that are their codes; offset ones; others */
 enum { CODES, SMALL_LEVELS, ANY_LEVELS };
 #define SMALL 16  /* offset of small levels, -16 to 15: two pairs of products with 128 fit 16 bits */
 #define FIXED_STEPS 32639  /* largest number of two signed bytes: 127 * 256 + 127 */
@@ -417,15 +417,17 @@ static float small_step(const float *levels) {
     return 0;
 }
 
+INLINE int are_codes(const Dots *d) { return d->offset_type && !d->whole[0]; }  /* else signed: -8 to 7 */
+
 INLINE void dots(const Dots *d, int rows, int tokens, float *sums) {
-    if (d->form == AS_FIXED && d->offset_type) dots_of_words(d, rows, tokens, AS_FIXED, CODES, sums);
+    if (d->form == AS_FIXED && are_codes(d)) dots_of_words(d, rows, tokens, AS_FIXED, CODES, sums);
     else if (d->form == AS_FIXED) dots_of_words(d, rows, tokens, AS_FIXED, SMALL_LEVELS, sums);
     else if (d->upper) dots_as(d, rows, tokens, 1, sums);
     else dots_as(d, rows, tokens, 0, sums);
 }
 
 INLINE void dots_in_int8(const Dots *d, int rows, int tokens, float *sums) {
-    int kind = d->offset_type ? CODES : SMALL_LEVELS;
+    int kind = are_codes(d) ? CODES : SMALL_LEVELS;
 #ifndef __AVXVNNI__
     const __m128i size = _mm_abs_epi8(_mm_loadu_si128((const __m128i *)d->whole));
     if (_mm_movemask_epi8(_mm_cmpgt_epi8(size, _mm_set1_epi8(SMALL - 1)))) kind = ANY_LEVELS;

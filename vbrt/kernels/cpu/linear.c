@@ -3,7 +3,7 @@
  *
  * A decoded weight is level[code] * (value[scale byte] * unit), both products rounded to fp32, bit-exact with the
  * reference; or level[code] * scale for scales of 16 or 32 bits. Those have no fine plane, nor have 8-bit codes, which
- * are their own levels: code * scale * unit. Affine weights are code * scale + offset or (code - zero) * scale, each
+ * are their own levels: code * scale * unit. Affine weights are level * scale + offset or (code - zero) * scale, each
  * operation rounded to fp32; where zero points lie between codes, the difference then to the scales' type.
  * Legend: M tokens, N outputs, K inputs padded to the block.
  */

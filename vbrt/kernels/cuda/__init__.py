@@ -3,7 +3,7 @@
 | family | formats |
 | --- | --- |
 | `e2m1` | nvfp4, mxfp4 in tile order |
-| `table` | nf4, quantile, `levels...`, `affine...`, `zeros...`, `superblock32` |
+| `table` | nf4, quantile, `levels...`, `affine...`, `signed...`, `zeros...`, `superblock32` |
 | `whole` | mxint8 |
 | `rounded` | both operands rounded to FP8 |
 | `fine` | fine planes merged with coarse ones |

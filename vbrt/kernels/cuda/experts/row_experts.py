@@ -46,7 +46,7 @@ _DECODERS = {_NIBBLES: table_linear, plain_linear.FORMATS: plain_linear, whole_l
 FORMATS = tuple(itertools.chain.from_iterable(_DECODERS))
 
 #: field of offsets -> the 4-bit kernel's OFFSETS
-_OFFSETS = {"offsets": "values", "zeros": "zeros", "mins": "superblock"}
+_OFFSETS = {"offsets": "values", "middles": "middles", "zeros": "zeros", "mins": "superblock"}
 #: fields of pages, by what kernels take: codes, scales, of superblocks d (or a unit), offsets, of those dmin, levels
 _FIELDS = (("codes",), ("scales",), ("d", "unit", "tensor_scale"), tuple(_OFFSETS), ("dmin",), ("levels",))
 _GROUP = 16  # pairs that the kernel of bytes takes together

@@ -2,7 +2,8 @@
 
 A weight is level[code] * (scale * tensor scale), both products rounded to fp32, as the formats define it; scales of 16
 or 32 bits have no tensor scale. The table is one cache line: a warp's lookups hit it without conflicts, so the kernel
-stays memory-bound. With OFFSETS (see `linear_gluon`) it is code * scale + offset or (code - zero) * scale.
+stays memory-bound. With OFFSETS (see `linear_gluon`) it is code * scale + offset, (code - 8) * scale + offset or
+(code - zero) * scale.
 """
 
 import triton
@@ -48,11 +49,12 @@ def _decode(
         scale = stored.to(tl.float32)
         low = ((byte & 15).to(tl.float32) - 8.0) * scale
         high = ((byte >> 4).to(tl.float32) - 8.0) * scale
-    elif OFFSETS == "values":
+    elif OFFSETS == "values" or OFFSETS == "middles":
+        MIDDLE: tl.constexpr = 8.0 if OFFSETS == "middles" else 0.0
         scale = stored.to(tl.float32)
         offset = tl.load(offset_ptr + index, mask=inside, other=0).to(tl.float32)
-        low = (byte & 15).to(tl.float32) * scale + offset
-        high = (byte >> 4).to(tl.float32) * scale + offset
+        low = ((byte & 15).to(tl.float32) - MIDDLE) * scale + offset
+        high = ((byte >> 4).to(tl.float32) - MIDDLE) * scale + offset
     else:
         if block_ptr.dtype.element_ty == tl.uint8:
             scale_byte = stored.to(tl.int32)
@@ -107,7 +109,7 @@ def decode_experts_kernel(
     expert = first + tl.program_id(1)
     if tl.load(bound_ptr + expert + 1) > tl.load(bound_ptr + expert):
         address = tl.load(address_ptr + expert)
-        OFFSET: tl.constexpr = SCALES if OFFSETS == "values" else "uint8"
+        OFFSET: tl.constexpr = SCALES if OFFSETS == "values" or OFFSETS == "middles" else "uint8"
         LARGE: tl.constexpr = "float16" if OFFSETS == "superblock" else "float32"
         own_ptr = level_ptr if LEVELS == 0 else pointer_of(address + level_at, "float32")
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]

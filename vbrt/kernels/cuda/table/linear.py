@@ -1,8 +1,9 @@
 """Linear layers on rows of 4-bit codes: backend "triton" of the ops "linear" and "decode_weight".
 
 `nf4` and `quantile` have a scale byte per 64 columns and a tensor scale; `levels...` have scales of 16 or 32 bits per
-16 to 128 columns, and their 16 levels in the page. `affine...`, `zeros...` and `superblock32` have no table, but an
-offset per block; `symmetric...` have codes less 8, and their levels as a table only beyond `FUSED_TOKENS`.
+16 to 128 columns, and their 16 levels in the page. `affine...`, `signed...`, `zeros...` and `superblock32` have no
+table, but an offset per block; `symmetric...` have codes less 8, and their levels as a table only beyond
+`FUSED_TOKENS`.
 
 Up to `FUSED_TOKENS` bf16 tokens, one kernel decodes the codes, multiplies on tensor cores and applies bias and
 activation as an epilogue; it rounds the levels to bf16, where there are any, and applies block scales and offsets to
@@ -170,7 +171,7 @@ class _Weight(NamedTuple):
     """A coarse plane in the form of the kernels.
 
     scale: the tensor scale, or fp16 numbers of the superblocks' scales; least: those of their offsets. levels: None for
-    nf4's and symmetric int4's. offsets: values, zeros or bytes of superblocks.
+    nf4's and symmetric int4's. offsets: values, zeros or bytes of superblocks; middles: values of code 8 instead.
     """
 
     codes: Tensor
@@ -179,10 +180,13 @@ class _Weight(NamedTuple):
     scale: Tensor | None = None
     offsets: Tensor | None = None
     least: Tensor | None = None
+    middles: Tensor | None = None
 
     @property
     def stored(self) -> str:
         """How offsets are stored: the kernels' OFFSETS."""
+        if self.middles is not None:
+            return "middles"
         if self.offsets is None:
             return "middle" if self.levels is None and self.scale is None else "none"
         if self.least is not None:
@@ -193,7 +197,8 @@ class _Weight(NamedTuple):
     def pointers(self) -> tuple[Tensor, ...]:
         """Scales, levels, tensor scale, offsets and superblocks' numbers; any tensor where there are none."""
         table = _table(self)[0] if self.stored == "none" else self.scales
-        any_if_none = (table if tensor is None else tensor for tensor in (self.scale, self.offsets, self.least))
+        offsets = self.offsets if self.middles is None else self.middles
+        any_if_none = (table if tensor is None else tensor for tensor in (self.scale, offsets, self.least))
         return self.scales, table, *any_if_none
 
     @property
@@ -205,7 +210,10 @@ class _Weight(NamedTuple):
 
 
 #: fields of planes that a `_Weight` has, in its order
-_FIELDS = (("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",))
+_FIELDS = (
+    *(("codes",), ("scales",), ("levels",), ("tensor_scale", "d"), ("offsets", "zeros", "mins"), ("dmin",)),
+    ("middles",),
+)
 
 
 def weight_of(coarse: dict[str, Tensor]) -> _Weight:
@@ -234,12 +242,13 @@ def _product(
     scale: Tensor | None,
     offsets: Tensor | None,
     least: Tensor | None,
+    middles: Tensor | None,
     bias: Tensor | None,
     activation: str,
 ) -> Tensor:
     """activation(x @ w.T + bias) for any number of bf16 tokens, by the kernel that `route` names."""
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
-    weight = _Weight(codes, scales, levels, scale, offsets, least)
+    weight = _Weight(codes, scales, levels, scale, offsets, least, middles)
     if tokens <= FUSED_TOKENS:
         return _fused(x, weight, bias, activation)
     launch = _launch_of(tokens, weight)
@@ -322,10 +331,11 @@ def _decode_rows(
     scale: Tensor | None,
     offsets: Tensor | None,
     least: Tensor | None,
+    middles: Tensor | None,
     k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    weight = _Weight(codes, scales, levels, scale, offsets, least)
+    weight = _Weight(codes, scales, levels, scale, offsets, least, middles)
     n, blocks = scales.shape
     constants = weight.constants
     wide = _COLUMNS // constants["BLOCK"]
@@ -347,7 +357,9 @@ def _decode_rows(
     return w_NK
 
 
-_OPERANDS = "Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, Tensor? offsets, Tensor? least"
+_OPERANDS = (
+    "Tensor codes, Tensor scales, Tensor? levels, Tensor? scale, Tensor? offsets, Tensor? least, Tensor? middles"
+)
 _linear_op = cuda_op(
     "table_linear",
     _product,
@@ -358,5 +370,7 @@ _decode_op = cuda_op(
     "table_decode",
     _decode_rows,
     f"({_OPERANDS}, SymInt k, ScalarType dtype) -> Tensor",
-    lambda codes, scales, levels, scale, offsets, least, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
+    lambda codes, scales, levels, scale, offsets, least, middles, k, dtype: codes.new_empty(
+        codes.shape[0], k, dtype=dtype
+    ),
 )

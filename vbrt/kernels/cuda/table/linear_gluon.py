@@ -23,6 +23,7 @@ A scale and an offset are stored as
     none          a scale, of a table; there is no offset
     middle        a scale: offset = -8 * scale
     values        numbers of one dtype
+    middles       numbers of one dtype, weights of code 8: offset = number - 8 * scale, rounded to fp32 as sums are
     zeros         a scale, and a code as a byte: offset = -zero * scale
     superblock    bytes, times an fp16 number per 256 columns
 """
@@ -289,6 +290,7 @@ def terms_of(
     """
     SIZE: gl.constexpr = 4 if RAGGED else size_of(TYPE)
     OFFSET_SIZE: gl.constexpr = 4 if RAGGED else size_of(OFFSET)
+    ZERO: gl.constexpr = 136.0 if OFFSETS == "middles" else 128.0  # of 128 + code
     scales = ()
     offsets = ()
     for chain in gl.static_range(CHAINS):
@@ -304,7 +306,7 @@ def terms_of(
             offset = -(offset * scale)
         scales = scales + (scale,)
         if OFFSETS != "none":
-            offsets = offsets + (offset - 128.0 * scale,)
+            offsets = offsets + (offset - ZERO * scale,)
     return scales + offsets
 
 
@@ -793,14 +795,14 @@ def experts_kernel(
 
     Grid (ceil(N / 16), blocks of pairs). GROUPED: pairs are sorted by expert (`pairs.Groups`); otherwise each is a
     block of its own. W is in its expert's page, whose address a table has; code_at and the like: bytes from there on.
-    SCALES: dtype of scales, and of offsets if they are values. LEVELS: how many a page has, 16, or 8 magnitudes; 0: 16
+    SCALES: dtype of scales, and of values and middles. LEVELS: how many a page has, 16, or 8 magnitudes; 0: 16
     are level_ptr's. SUMMAND: see `level_bytes`.
     """
     if DEPENDENT:
         wait_for_launch_before()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
     TERM: gl.constexpr = pointer_to(SCALES)
-    OFFSET: gl.constexpr = pointer_to(SCALES if OFFSETS == "values" else "uint8")
+    OFFSET: gl.constexpr = pointer_to(SCALES if OFFSETS == "values" or OFFSETS == "middles" else "uint8")
     BYTES: gl.constexpr = OFFSETS == "none" and SCALES == "uint8"
     LARGE: gl.constexpr = pointer_to("float32" if BYTES else "float16")
     FLOATS: gl.constexpr = pointer_to("float32")
