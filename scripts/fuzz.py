@@ -231,6 +231,8 @@ PARTS = {
     "int8": (3, published_part("asymmetric int8")),
     "llm-int8": (3, published_part("llm.int8")),
     "torchao-int8": (2, published_part("torchao int8")),
+    "torchao-int4": (2, published_part("torchao int4")),
+    "torchao-tiles": (2, published_part("torchao int4 in tiles")),
     "gptq-8": (2, published_part("asymmetric gptq 8")),
     "compressed-8": (2, published_part("asymmetric packed int8")),
     "experts-manifest": (8, of_experts(manifest_part)),

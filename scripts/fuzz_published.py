@@ -13,7 +13,7 @@ from torch import nn
 import vbrt
 from scripts.fuzz_damage import Damage, Part, bent, keeping, mixed, writing
 from scripts.fuzz_models import content, header_damages
-from tests.saves.published.published_files import LAYOUTS
+from tests.saves.published.published_files import LAYOUTS, TORCHAO, described
 
 _ROWS, _COLUMNS = 32, 64
 
@@ -27,7 +27,8 @@ def published_part(layout: str) -> Callable[[Path, random.Random], Part]:
         tree = {"dtype": "bfloat16", "quantization_config": scheme}
         directory.mkdir()
         file, config = directory / "model.safetensors", directory / "config.json"
-        save_file({f"0{suffix}": tensor.contiguous() for suffix, tensor in maker(weight).tensors.items()}, file)
+        tensors = {f"0{suffix}": tensor.contiguous() for suffix, tensor in maker(weight).tensors.items()}
+        save_file(tensors, file, {"0.weight": described(layout, weight.shape)} if layout in TORCHAO else None)
         config.write_text(json.dumps(tree))
         data, of_header, of_config = file.read_bytes(), header_damages(file, dice), mixed(config, dice, tree, None)
 

@@ -80,7 +80,8 @@ def test_what_cannot_be_loaded_is_said_with_the_reason(llama, tmp_path, capsys):
         ("awq", "zeros32-bfloat16"),
         ("fp8 blocks", "floatbytes16-float32"),
         ("hqq", "floatzeros32-bfloat16"),
-        ("torchao int4", "nvfp4+exact"),
+        ("torchao int4", "signed32-bfloat16"),
+        ("torchao int4 in tiles", "signed32-bfloat16"),
         ("act-order gptq", "zeros32-bfloat16-ordered"),
     ],
 )

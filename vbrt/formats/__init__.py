@@ -13,6 +13,7 @@
 | `mxint8` | 32 | E8M0 a block | 8.25 |
 | `levels16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block; 16 FP32 levels a tensor | 4.125 to 6 |
 | `affine16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block, and an offset in the same | 4.25 to 8 |
+| `signed16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block, and the weight of code 8 in the same | 4.25 to 8 |
 | `zeros16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block, and a zero point of a byte | 4.19 to 6.5 |
 | `floatzeros16-float16` ... | 16 to 128 | FP16, BF16 or FP32 a block, and a zero point in the same | 4.25 to 8 |
 | `superblock32` | 32 | 6 bits in a byte a block, twice; two FP16 per 256 | 4.625 |
@@ -42,12 +43,12 @@ multiplies MXFP8 is no reason against: inputs here stay in 16 bits, so weights a
 
 **Published weights** (`published.py`, `ggml.py`, `sixteen_levels.py`, `affine.py`, `eight_bits.py`): bitsandbytes' NF4
 and FP4, symmetric int4 of GPTQ, AutoRound and compressed-tensors, and GGUF's Q4_0 and IQ4_NL go into `levels...`
-without decoding, AWQ and asymmetric int4 into `zeros...`, HQQ into `floatzeros...`, Q4_1 into `affine32-float16`, Q4_K
-into `superblock32`: nibbles are reordered, codes of 5 and 6 bits take a byte each (Q8_0 and Q5_0 in `bytes32-float16`,
-Q6_K in `superbytes16`, Q5_1 in `offsetbytes32-float16`, Q5_K in `superbytes32`), groups are cut into the largest block
-up to 128 that divides them, and a group's numbers are repeated for its blocks. Scales may have either sign.
-bitsandbytes counts blocks through the flattened weight: where rows are no multiple of its block, the common divisor is
-the block.
+without decoding, AWQ and asymmetric int4 into `zeros...`, HQQ into `floatzeros...`, torchao's int4 into `signed...`,
+Q4_1 into `affine32-float16`, Q4_K into `superblock32`: nibbles are reordered, codes of 5 and 6 bits take a byte each
+(Q8_0 and Q5_0 in `bytes32-float16`, Q6_K in `superbytes16`, Q5_1 in `offsetbytes32-float16`, Q5_K in `superbytes32`),
+groups are cut into the largest block up to 128 that divides them, and a group's numbers are repeated for its blocks.
+Scales may have either sign. bitsandbytes counts blocks through the flattened weight: where rows are no multiple of its
+block, the common divisor is the block.
 GGUF scales: fp16 as they are, superblocks' scales (d times a scale of 6 bits) exactly in fp32. With act-order a group's
 columns lie anywhere: the plane has them side by side, and their places (`ordered.py`, formats `...-ordered`). Groups
 not made of 16 columns are refused by name, for readers to decode. A weight that is assigned to such a layer later is
@@ -106,6 +107,8 @@ from vbrt.formats.published import (
     repack_mlx,
     repack_mxfp4,
     repack_nvfp4,
+    repack_tinygemm,
+    repack_torchao_int4,
 )
 
 __all__ = [
@@ -146,6 +149,8 @@ __all__ = [
     "repack_mlx",
     "repack_mxfp4",
     "repack_nvfp4",
+    "repack_tinygemm",
+    "repack_torchao_int4",
     "split_fine",
     "unpack",
 ]

@@ -40,7 +40,10 @@ __all__ = [
     "repack_mlx",
     "repack_mxfp4",
     "repack_nvfp4",
+    "repack_tinygemm",
+    "repack_torchao_int4",
     "unpack_hqq",
+    "unpack_tinygemm",
 ]
 
 #: subtracted from zero points in files of a `checkpoint_format`
@@ -60,6 +63,8 @@ _HQQ_PACKINGS = {
     "1bit_u8": (torch.uint8, (7, 6, 5, 4, 3, 2, 1, 0)),
     "3bit_32": (torch.int32, (27, 24, 21, 18, 15, 12, 9, 6, 3, 0)),
 }
+#: rows, and columns per inner tile, of tinygemm's `m16n8k16` tiles of a weight
+_TINYGEMM_ROWS, _TINYGEMM_COLUMNS = 8, 16
 #: fields of a plane that are not numbers per block
 _NOT_PER_BLOCK = ("codes", "levels", "d", "dmin", "unit")
 
@@ -374,6 +379,88 @@ def repack_hqq(
     terms = {name: term.detach().reshape(-1).repeat_interleave(each).view(n, -1) for name, term in terms.items()}
     refuse_nonfinite_fields(format, terms)
     return Repacked(format, (n, k), {"codes": pack_codes(codes) if four else codes, **terms})
+
+
+def repack_torchao_int4(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> Repacked:
+    """Repack a weight of torchao's `Int4Tensor`, plain packing: weight = code * scale + zero_point, codes -8 to 7.
+
+    qdata int8 or uint8 [N, K/2], signed nibbles, the even column in the low one; scale and zero_point fp16, bf16 or
+    fp32 [G, N], numbers of weights. Each operation is rounded to fp32, then to the weight's dtype, as by MSLK's Triton
+    kernel and torchao's `Int4WeightFakeQuantizer`. Of two dtypes, both become the one that has all their numbers.
+
+    Raises FormatError for mismatched tensors, numbers that are not finite, or groups that are not made of blocks of 16
+    weights.
+    """
+    n, half = qdata.shape if qdata.ndim == 2 else (0, 0)
+    k, groups = 2 * half, len(scale) if scale.ndim else 0
+    if qdata.dtype not in (torch.int8, torch.uint8) or not groups or k % groups or not k:
+        raise FormatError(
+            f"torchao int4: qdata {qdata.dtype} {tuple(qdata.shape)} with scale {tuple(scale.shape)}; expected int8 "
+            "[N, K/2] with [G, N] of whole groups"
+        )
+    terms = _scales_and_middles("torchao int4", scale, zero_point, (groups, n))
+    codes = qdata.detach().contiguous().view(torch.uint8) ^ 0x88
+    return _grouped_plane("torchao int4", "signed", (n, k), codes, terms, k // groups)
+
+
+def unpack_tinygemm(qdata: Tensor) -> Tensor:
+    """Codes uint8 [8 T, 16 I O] of tinygemm's tiles, int32 [T, O, 32, I/2], of I = 2, 4 or 8 inner tiles.
+
+    A warp's lane t owns row t // 4 of a tile's eight rows, and in each word columns of two inner tiles, four each, in
+    the order of `mma.m16n8k16`'s B operand. Nibble 4 b + j (from the lowest bits) of word i of lane 4 r + l in outer
+    tile o is the code of row r, column 16 I o + 32 i + 8 j + 2 l + b. Source: `matrix_to_m16n8k16_Bint4_layout` of
+    PyTorch's aten/src/ATen/native/cuda/int4mm.cu; on AMD GPUs tiles have 16 rows instead.
+
+    Raises FormatError.
+    """
+    sizes = tuple(qdata.shape)
+    if qdata.dtype != torch.int32 or len(sizes) != 4 or sizes[2] != 32 or sizes[3] not in (1, 2, 4) or not all(sizes):
+        raise FormatError(
+            f"tinygemm: qdata {qdata.dtype} {sizes}; expected int32 [N/8, K/(16 I), 32, I/2] of I 2, 4 or 8"
+        )
+    tiles, outer, _lanes, words = sizes
+    packed = qdata.detach().contiguous().view(torch.uint8).view(-1, 4 * words)
+    nibbles_TOrlibj = unpack_codes(packed, 8 * words).view(tiles, outer, _TINYGEMM_ROWS, 4, words, 2, 4)
+    codes_TrOijlb = nibbles_TOrlibj.permute(0, 2, 1, 4, 6, 3, 5)
+    return codes_TrOijlb.reshape(tiles * _TINYGEMM_ROWS, outer * 2 * words * _TINYGEMM_COLUMNS)
+
+
+def repack_tinygemm(qdata: Tensor, scale_and_zero: Tensor, shape: tuple[int, int], *, group: int) -> Repacked:
+    """Repack a weight in tiles of PyTorch's `_weight_int4pack_mm` (tinygemm) on NVIDIA GPUs, as in torchao's
+    `Int4TilePackedTo4dTensor`: weight = (code - 8) * scale + zero, codes 0 to 15.
+
+    qdata: see `unpack_tinygemm`, of rows and columns padded to whole tiles; scale_and_zero bf16 [G, padded N, 2], G =
+    padded K / group; shape (N, K) without padding. tinygemm rounds product and sum once, to bf16; here the sum is
+    rounded to fp32 before (the product is exact). In bf16 the two differ, in the last bit, only where the product lies
+    in the middle between two numbers of bf16 and zero is less than 2^-24 of it.
+
+    Raises FormatError for mismatched tensors, numbers that are not finite, or groups that are not made of blocks of 16
+    weights.
+    """
+    n, k = matrix_shape("tinygemm", shape)
+    codes = unpack_tinygemm(qdata)
+    rows, columns = codes.shape
+    groups = columns // group if group > 0 and columns % group == 0 else -1
+    if rows < n or columns < k or tuple(scale_and_zero.shape) != (groups, rows, 2):
+        raise FormatError(
+            f"tinygemm: qdata of {(rows, columns)} codes with scale_and_zero {tuple(scale_and_zero.shape)}; expected "
+            f"those of a weight {(n, k)} in groups of {group}, with padding"
+        )
+    used = scale_and_zero[: -(-k // group), :n]
+    terms = _scales_and_middles("tinygemm", used[..., 0], used[..., 1], tuple(used.shape[:2]))
+    return _grouped_plane("tinygemm", "signed", (n, k), pack_codes(codes[:n, :k]), terms, group)
+
+
+def _scales_and_middles(source: str, scale: Tensor, zero: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Scales and middles [N, G] of one dtype, of tensors of this shape [G, N]. Raises FormatError."""
+    floats = scale.is_floating_point() and zero.is_floating_point()
+    if tuple(scale.shape) != shape or tuple(zero.shape) != shape or not floats:
+        raise FormatError(
+            f"{source}: scale {scale.dtype} {tuple(scale.shape)} with zero point {zero.dtype} {tuple(zero.shape)}; "
+            f"expected floats {shape}"
+        )
+    dtype = torch.promote_types(scale.dtype, zero.dtype)
+    return {"scales": scale.detach().to(dtype).t(), "middles": zero.detach().to(dtype).t()}
 
 
 def _awq_nibbles(words: Tensor) -> Tensor:

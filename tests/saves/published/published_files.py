@@ -294,9 +294,9 @@ def asymmetric_torchao_int8(w):
     return Made(tensors, (codes - zeros) * scale)
 
 
-def torchao_int4(w):
+def torchao_int4(w, group=32):
     """Signed nibbles, and zero points that are numbers of weights; some are tiny, but code 0 is exactly that weight."""
-    grouped = w.float().view(len(w), -1, 32)
+    grouped = w.float().view(len(w), -1, group)
     low, high = grouped.amin(-1), grouped.amax(-1)
     scale = (high - low) / 15
     zero = low + 8 * scale
@@ -311,6 +311,46 @@ def torchao_int4(w):
     }
     decoded = codes.float() * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
     return Made(tensors, decoded.view(w.shape).to(w.dtype))
+
+
+def torchao_int4_in_eights(w):
+    return torchao_int4(w, group=8)
+
+
+def tinygemm_tiles(codes, inner_tiles=8):
+    """int32 [N/8, K/(16 inner_tiles), 32, inner_tiles/2] of codes [N, K] of whole tiles, lane by lane as a warp of
+    PyTorch's `matrix_to_m16n8k16_Bint4_layout` writes them from bytes of two columns, the even one in the high nibble.
+    """
+    packed = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.int64)
+    tiles, outer = len(codes) // 8, codes.shape[1] // (16 * inner_tiles)
+    packed = packed.view(tiles, 8, outer, 8 * inner_tiles)
+    out = torch.zeros(tiles, outer, 32, inner_tiles // 2, dtype=torch.int64)
+    for lane in range(32):
+        for inner in range(0, inner_tiles, 2):
+            first = 8 * inner + lane % 4
+            v = [packed[:, lane // 4, :, first + ahead] for ahead in (0, 4, 8, 12)]
+            high = [(byte & 0xF0) >> 4 << 4 * place for place, byte in enumerate(v)]
+            low = [(byte & 0x0F) << 16 + 4 * place for place, byte in enumerate(v)]
+            out[:, :, lane, inner // 2] = sum(high + low)
+    return torch.where(out >= 1 << 31, out - (1 << 32), out).to(torch.int32)
+
+
+def torchao_int4_tiles(w):
+    """Codes 0 to 15 whose zero points are weights of code 8; rows and columns are padded with other weights."""
+    n, k = w.shape
+    grouped = w.float().view(n, -1, 32)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scale = ((high - low) / 15).to(torch.bfloat16)
+    zero = (low + 8 * scale.float()).to(torch.bfloat16)
+    terms = [term.float().unsqueeze(-1) for term in (scale, zero)]
+    codes = ((grouped - terms[1]) / terms[0] + 8).round().clamp(0, 15)
+    rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
+    padded = torch.full((rows, columns), 5, dtype=torch.int32)
+    padded[:n, :k] = codes.view(n, k)
+    numbers = torch.ones(columns // 32, rows, 2, dtype=torch.bfloat16)
+    numbers[: k // 32, :n] = torch.stack((scale, zero), dim=-1).transpose(0, 1)
+    decoded = ((codes - 8) * terms[0] + terms[1]).view(n, k)
+    return Made({"._weight_qdata": tinygemm_tiles(padded), "._weight_scale_and_zero": numbers}, decoded.to(w.dtype))
 
 
 def torchao_fp8(w):
@@ -385,7 +425,9 @@ LAYOUTS = {
     "asymmetric int8": (asymmetric_int8, {"quant_method": "compressed-tensors", **GROUPS}, "zerobytes32-bfloat16"),
     "torchao int8": (torchao_int8, {"quant_method": "torchao"}, "bytes128-bfloat16"),
     "asymmetric torchao int8": (asymmetric_torchao_int8, {"quant_method": "torchao"}, "zerobytes128-bfloat16"),
-    "torchao int4": (torchao_int4, {"quant_method": "torchao"}, ""),
+    "torchao int4": (torchao_int4, {"quant_method": "torchao"}, "signed32-bfloat16"),
+    "torchao int4 in eights": (torchao_int4_in_eights, {"quant_method": "torchao"}, ""),
+    "torchao int4 in tiles": (torchao_int4_tiles, {"quant_method": "torchao"}, "signed32-bfloat16"),
     "torchao fp8": (torchao_fp8, {"quant_method": "torchao"}, "floatbytes128-float32"),
     "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "unitbytes128"),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, "floatbytes16-float32"),
@@ -400,7 +442,15 @@ TORCHAO = {
         "_data": {"is_swizzled_scales": True, "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}},
     },
     "torchao int4": {"_type": "Int4Tensor", "_data": {"block_size": [1, 32]}},
+    "torchao int4 in eights": {"_type": "Int4Tensor", "_data": {"block_size": [1, 8]}},
+    "torchao int4 in tiles": {"_type": "Int4TilePackedTo4dTensor", "_data": {"block_size": [1, 32]}},
 }
+
+
+def described(layout, shape):
+    """Metadata of a weight in a layout of `TORCHAO`, as in a file's header."""
+    kind = TORCHAO[layout]
+    return json.dumps({**kind, "_data": {**kind["_data"], "shape": list(shape)}})
 
 
 def publish(directory, model, layout, names=lambda name: True):
@@ -414,8 +464,9 @@ def publish(directory, model, layout, names=lambda name: True):
         made, base = make(value), name.removesuffix(".weight")
         tensors |= {base + suffix: tensor.contiguous().clone() for suffix, tensor in made.tensors.items()}
         decoded[name] = made.decoded.to(value.dtype)
-        metadata[name] = json.dumps(TORCHAO.get(layout))
-    save_file(tensors, directory / "model.safetensors", metadata if layout in TORCHAO else {"format": "pt"})
+        if layout in TORCHAO:
+            metadata[name] = described(layout, value.shape)
+    save_file(tensors, directory / "model.safetensors", metadata)
     model.config.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": scheme}))

@@ -243,8 +243,16 @@ def test_damaged_parts_of_an_hqq_weight_are_refused_by_name(tmp_path, change, me
             lambda t, base: t.pop(f"{base}zero_point"),
             r"no layout that vbrt reads.*Int4Tensor.*gate_proj\._weight_qdata",
         ),
-        (lambda t, base: t[f"{base}scale"].fill_(float("inf")), "gate_proj.*scale holds NaN or Inf"),
-        (lambda t, base: t.update({f"{base}scale": t[f"{base}scale"][:1].clone()}), "gate_proj.*zero_point has shape"),
+        (lambda t, base: t[f"{base}scale"].fill_(float("inf")), "gate_proj.*block scales hold NaN or Inf"),
+        (lambda t, base: t[f"{base}zero_point"].fill_(float("nan")), "gate_proj.*block middles hold NaN or Inf"),
+        (
+            lambda t, base: t.update({f"{base}scale": t[f"{base}scale"][:1].clone()}),
+            r"gate_proj.*zero point torch.bfloat16 \(2, 64\); expected floats \(1, 64\)",
+        ),
+        (
+            lambda t, base: t.update({f"{base}scale": t[f"{base}scale"].repeat(2, 1)[:3].clone()}),
+            "gate_proj.*3 groups in rows of 64; expected whole groups",
+        ),
         (lambda t, base: t.update({f"{base}act_pre_scale": torch.ones(64)}), r"gate_proj\._weight_act_pre_scale"),
     ],
 )
@@ -254,12 +262,63 @@ def test_damaged_parts_of_a_torchao_int4_weight_are_refused_by_name(tmp_path, ch
         loaded(tmp_path, llama(meta=True))
 
 
-def test_tiles_of_torchao_are_refused_with_the_name_of_their_tensor(tmp_path):
-    tiles = {"0._weight_qdata": torch.zeros(1, 8, 32, 4, dtype=torch.int32)}
-    tiles["0._weight_scale_and_zero"] = torch.zeros(16, 8, 2, dtype=torch.bfloat16)
-    metadata = {"0.weight": json.dumps({"_type": "Int4TilePackedTo4dTensor", "_data": {"shape": [8, 1024]}})}
-    save_file(tiles, tmp_path / "model.safetensors", metadata)
-    with pytest.raises(CheckpointError, match=r"Int4TilePackedTo4dTensor\): 0\._weight_qdata"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, base: t.pop(f"{base}scale_and_zero"), r"no layout that.*TilePackedTo4d.*gate_proj\._weight_qdata"),
+        (lambda t, base: t.pop(f"{base}qdata"), r"no layout that.*TilePackedTo4d.*gate_proj\._weight_scale_and_zero"),
+        (lambda t, base: t[f"{base}scale_and_zero"].fill_(float("inf")), "gate_proj.*block scales hold NaN or Inf"),
+        (
+            lambda t, base: t.update({f"{base}scale_and_zero": t[f"{base}scale_and_zero"][1:].clone()}),
+            r"gate_proj.*scale_and_zero \(31, 64, 2\); expected those of a weight \(64, 64\) in groups of 32",
+        ),
+        (
+            lambda t, base: t.update({f"{base}qdata": t[f"{base}qdata"][1:].clone()}),
+            r"gate_proj.*tiles \(7, 8, 32, 4\); expected those of one matrix",
+        ),
+        (
+            lambda t, base: t.update({f"{base}qdata": t[f"{base}qdata"][:, :, 16:].clone()}),
+            r"gate_proj.*expected int32 .N/8, K/.16 I., 32, I/2. of I 2, 4 or 8",
+        ),
+        (lambda t, base: t.update({f"{base}act_pre_scale": torch.ones(64)}), r"gate_proj\._weight_act_pre_scale"),
+    ],
+)
+def test_damaged_tiles_of_a_torchao_int4_weight_are_refused_by_name(tmp_path, change, message):
+    damaged(tmp_path, "torchao int4 in tiles", change, "model.layers.0.mlp.gate_proj._weight_")
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path, llama(meta=True))
+
+
+TILES = {"0._weight_qdata": torch.zeros(1, 8, 32, 4, dtype=torch.int32)}
+TILES["0._weight_scale_and_zero"] = torch.zeros(16, 8, 2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"shape": [8, 1024]},
+        {"shape": [8], "block_size": [1, 64]},
+        {"shape": [2, 8, 1024], "block_size": [1, 1, 64]},
+        {"shape": [9, 1024], "block_size": [1, 64]},
+        {"shape": [8, 1025], "block_size": [1, 64]},
+        {"shape": [8, -1], "block_size": [1, 64]},
+        {"shape": [8, 1024], "block_size": [2, 64]},
+        {"shape": [8, "1024"], "block_size": [1, 64]},
+    ],
+    ids=str,
+)
+def test_tiles_of_torchao_are_refused_where_their_metadata_fit_no_matrix(tmp_path, attributes):
+    metadata = {"0.weight": json.dumps({"_type": "Int4TilePackedTo4dTensor", "_data": attributes})}
+    save_file(TILES, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(CheckpointError, match=r"0\._weight_qdata .torchao int4 in tiles.*expected those of one matrix"):
+        describe(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Int4OpaqueTensor", "Int4PlainInt32Tensor", "Int4MarlinSparseTensor"])
+def test_other_int4_packings_of_torchao_are_refused_by_name(tmp_path, kind):
+    data = {"shape": [8, 1024], "block_size": [1, 64]}
+    save_file(TILES, tmp_path / "model.safetensors", {"0.weight": json.dumps({"_type": kind, "_data": data})})
+    with pytest.raises(CheckpointError, match=rf"{kind}\): 0\._weight_qdata"):
         describe(tmp_path)
 
 

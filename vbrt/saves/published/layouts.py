@@ -35,6 +35,8 @@ from vbrt.formats.published import (
     repack_mlx,
     repack_mxfp4,
     repack_nvfp4,
+    repack_tinygemm,
+    repack_torchao_int4,
 )
 from vbrt.saves.files.safetensors_file import TensorInfo
 from vbrt.saves.published.decode_layouts import (
@@ -377,8 +379,27 @@ def _bits_of_mlx(scheme: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _outline_torchao_int4(facts: Facts) -> Outline:
     n, half = _two(facts.shape("weight"), "its packed weight")
-    why = "torchao int4: offsets of signed codes, which offsets of codes from 0 do not hold exactly"
-    return Outline((n, 2 * half), facts.dtype, why=why)
+    groups = _two(facts.shape("scale"), "its scale")[0]
+    if not groups or 2 * half % groups:
+        raise FormatError(f"scales of {groups} groups in rows of {2 * half}; expected whole groups")
+    terms = torch.promote_types(facts.infos["scale"].dtype, facts.infos["zero_point"].dtype)
+    format, why = _levels(2 * half, 2 * half // groups, terms, kind="signed")
+    return Outline((n, 2 * half), facts.dtype, format, why=why)
+
+
+def _outline_tinygemm(facts: Facts) -> Outline:
+    attributes, tiles = facts.metadata.get("_data", {}), facts.shape("weight")
+    shape, block = attributes.get("shape"), attributes.get("block_size")
+    pairs = [pair for pair in (shape, block) if isinstance(pair, list) and len(pair) == 2]
+    sizes = [size for pair in pairs for size in pair if type(size) is int and size > 0]
+    fits = len(tiles) == 4 and len(sizes) == 4 and sizes[0] <= 8 * tiles[0] and sizes[1] <= 32 * tiles[1] * tiles[3]
+    if not fits or sizes[2] != 1:
+        raise FormatError(
+            f"shape {shape} and block_size {block} in its metadata, tiles {tiles}; expected those of one matrix"
+        )
+    n, k, _, group = sizes
+    format = levels_format(k, group, facts.infos["scale_and_zero"].dtype, kind="signed")
+    return Outline((n, k), facts.dtype, format, more={"group": group})
 
 
 _HQQ = ("4bit_u8", "8bit_u8")
@@ -643,8 +664,19 @@ LAYOUTS = (
         {"weight": "._weight_qdata", "scale": "._weight_scale", "zero_point": "._weight_zero_point"},
         lambda f: f.metadata.get("_type") == "Int4Tensor" and f.is_of("weight", torch.int8, torch.uint8),
         _outline_torchao_int4,
-        decode=decode_torchao_int4,
-        rest="all",
+        lambda t, o: repack_torchao_int4(t["weight"], t["scale"], t["zero_point"]).coarse,
+        decode_torchao_int4,
+        becomes=("signed",),
+        rest="groups not made of 16 columns",
+        since="0.2.0",
+    ),
+    Layout(
+        "torchao int4 in tiles",
+        {"weight": "._weight_qdata", "scale_and_zero": "._weight_scale_and_zero"},
+        lambda f: f.metadata.get("_type") == "Int4TilePackedTo4dTensor" and f.is_of("weight", torch.int32),
+        _outline_tinygemm,
+        lambda t, o: repack_tinygemm(t["weight"], t["scale_and_zero"], o.shape, group=o.more["group"]).coarse,
+        becomes=("signed",),
         since="0.2.0",
     ),
     Layout(

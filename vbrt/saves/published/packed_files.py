@@ -249,6 +249,7 @@ _SIGNS = (
     "_blocks",
     "._weight_qdata",
     "._weight_zero_point",
+    "._weight_scale_and_zero",
     "._weight_act_pre_scale",
     ".W_q",
 )
