@@ -21,7 +21,7 @@ __all__ = ["FIELDS", "merge", "merge_experts", "serves", "serves_shape"]
 
 #: what a row of `merge_experts`' table has of a matrix: fields of its planes, and of its format's tables
 FIELDS = ("codes", "scales", "tensor_scale", "levels", "values", "low", "nibbles", "side", "escapes", "starts")
-_WARPS = 8
+_WARPS = 4
 
 
 def serves(planes: WeightPlanes) -> bool:
