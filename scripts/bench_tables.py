@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from scripts.bench_parts import PARTS
 from scripts.capability_tables import capability_table, mma_table
@@ -173,7 +174,7 @@ def prompt_table(path: Path) -> list[str]:
         "brings all experts once."
     )
     return [
-        f"## prompts through few experts, {result['machine']['gpu']}",
+        f"## prompts through few experts, {result['machine']['gpu']}{_format_of(result['rows'][0])}",
         "",
         what,
         "",
@@ -286,6 +287,12 @@ def stream_table(path: Path) -> list[str]:
 _HOW = {"eager": "eager kernels", "compiled": "torch.compile", "joined": "fused as in `generate`"}
 
 
+def _format_of(found: dict[str, Any]) -> str:
+    """The format for a heading, but of 4 bits."""
+    format = found.get("format", "nvfp4")
+    return "" if format == "nvfp4" else f", {format}"
+
+
 def decode_table(path: Path) -> list[str]:
     """Decoding with routed experts, from `scripts/experts_decode.py`."""
     result = json.loads(path.read_text())
@@ -297,7 +304,7 @@ def decode_table(path: Path) -> list[str]:
         "Hits and misses equal those of `vbrt.simulate` on the same trace."
     )
     out = [
-        f"## decoding with routed experts, {where['gpu']}",
+        f"## decoding with routed experts, {where['gpu']}{_format_of(result)}",
         "",
         what,
         "",

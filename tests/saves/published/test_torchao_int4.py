@@ -154,7 +154,7 @@ def test_tiles_of_pytorch_are_those_of_its_formula(shape, inner_tiles):
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 def test_tinygemm_multiplies_by_the_decoded_weight(group):
-    """Products with an identity have one term each, so they are the weights: rounded once, and ours to fp32 before, which
+    """Products with an identity have one term each: the weights, rounded once. Ours are rounded to fp32 before, which
     differs where that is halfway between two numbers of bf16."""
     n, k = 64, 2048
     codes, numbers = some_codes(n, k, "cuda"), some_numbers(k // group, n, "cuda")
