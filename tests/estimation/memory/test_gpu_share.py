@@ -59,6 +59,17 @@ def test_the_estimate_stays_within_the_share_and_fills_it_while_pages_are_left(m
         before = budget
 
 
+def test_room_that_resident_experts_would_take_beside_their_pages_is_used_where_few_are():
+    """Remainders of blocks count for each page on the GPU: the estimate of all of them leaves too much."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 4096, "moe_intermediate_size": 1696, "num_experts": 64, "num_experts_per_tok": 4}
+    config = transformers.Qwen3MoeConfig(**sizes, num_hidden_layers=24, vocab_size=32768, num_key_value_heads=4)
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    found = estimated(model, gpu_memory="6GiB", context=512)
+    assert 6 * GiB * 31 // 32 <= total(found) <= 6 * GiB
+
+
 def test_the_note_says_what_quantized_files_leave_unswapped_beyond_the_share(model):
     config = load_config("fp4", gpu_memory="12GB")
     share = settle_budget(model, config, RTX_3060)

@@ -38,6 +38,7 @@ _KEPT = "parameters that are not swapped"
 _PURPOSES = {"not swapped": _KEPT, "workspace": "cuBLAS", "rests": "remainders of blocks"}
 _SMALL = 200  # shares below 1/_SMALL of all are summed up
 _TRIES = 4  # budgets tried until the estimate fits
+_UNUSED = 1 / 32  # of the share, that may be left: a plan with fewer pages on the GPU may allocate less beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +104,29 @@ def share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task, *,
             'set the budget of the pages alone: budget = "6GiB"',
         )  # fmt: skip
     room, largest, every = min(asked, free), found.plan.largest_layer_bytes, leased_bytes(found.plan) + SLACK
+    fitting = None
     for _ in range(_TRIES):
         takes = fixed | besides(found)
         budget = min(room - sum(takes.values()), every)
         if budget * 99 < largest * 100:  # its text is rounded down
-            raise NoRoomError(_too_small(config, task, takes | {"the largest layer's pages": largest}, room))
-        settled = load_config(settled, tiers={"gpu": {"budget": size_text(budget)}})
-        found = _estimate(bare, task, settled, much, traces)
+            takes["the largest layer's pages"] = largest
+            break
+        tried = load_config(settled, tiers={"gpu": {"budget": size_text(budget)}})
+        found = _estimate(bare, task, tried, much, traces)
         takes = {"pages": _page_bytes(found)} | fixed | besides(found)
         if sum(takes.values()) <= room:
-            break
-    else:
+            fitting = tried, found.plan.kept_bytes, takes
+            if budget == every or room - sum(takes.values()) <= _UNUSED * room:
+                break
+    if fitting is None:
         raise NoRoomError(_too_small(config, task, takes, room))
+    settled, kept_bytes, takes = fitting
     held = f"; {format_bytes(free)} of it are free now" if free < asked else ""
     note = (
         f"gpu_memory = {shown(config.gpu_memory)} ({format_bytes(asked)}){held}: an estimated "
         f"{format_bytes(sum(takes.values()))} at {_tokens(task)}: {_listed(takes)}"
     )
-    return GpuShare(replace(settled, source=config.source), note, found.plan.kept_bytes, traces)
+    return GpuShare(replace(settled, source=config.source), note, kept_bytes, traces)
 
 
 def besides(found: Estimate) -> dict[str, int]:
