@@ -42,7 +42,7 @@ from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes
 from vbrt.residency.training_memory import with_state
 from vbrt.residency.weight_site import ROOT
 
-__all__ = ["make_plan", "shown_plan", "swaps_with_pages"]
+__all__ = ["make_plan", "noting_tables", "shown_plan", "swaps_with_pages", "with_tables"]
 
 _KEPT_SHARE = 10  # a note if kept parameters are at least 1/10 of the model
 
@@ -93,23 +93,27 @@ def make_plan(
     try:
         return plan(config)
     except NoRoomError as error:
-        tables = _with_tables(model, config) if saved is None else None
+        tables = with_tables(model, config) if saved is None else None
         if tables is None:
             raise
         try:
-            found = plan(tables)
+            return noting_tables(plan(tables))
         except NoRoomError:
             raise error from None
-    swapped = [swap for swap in found.swaps if any(KINDS[site.kind].by_rows for site in swap.sites)]
+
+
+def noting_tables(plan: Plan) -> Plan:
+    """Return a plan with lookup tables in the tiers that nobody has asked for, and a note and a warning of it."""
+    swapped = [swap for swap in plan.swaps if any(KINDS[site.kind].by_rows for site in swap.sites)]
     names = ", ".join(f"{swap.site.name} ({format_bytes(swap.dense_bytes)})" for swap in swapped)
     note = (
         f"lookup tables do not fit beside the rest, and are held in the tiers, in their own bits: {names}. Where one "
         "lies below the gpu, each pass waits for its ids, and no step is recorded"
     )
-    return replace(found, notes=(*found.notes, note), warnings=(*found.warnings, note))
+    return replace(plan, notes=(*plan.notes, note), warnings=(*plan.warnings, note))
 
 
-def _with_tables(model: nn.Module, config: VBConfig) -> VBConfig | None:
+def with_tables(model: nn.Module, config: VBConfig) -> VBConfig | None:
     """Return the config with lookup tables in the tiers, in their own bits; None if the given one says what becomes of
     them, or the model has none."""
     kinds = {name: kind_of(module) for name, module in named_modules(model).items()}

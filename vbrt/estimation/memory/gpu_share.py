@@ -25,7 +25,7 @@ from vbrt.estimation.memory.task import Task
 from vbrt.estimation.memory.traced_checkpointing import asked_of
 from vbrt.host import accelerator
 from vbrt.model.machine_memory import this_machine
-from vbrt.model.planner import make_plan
+from vbrt.model.planner import make_plan, noting_tables, with_tables
 from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.plan import Plan
 
@@ -48,6 +48,7 @@ class GpuShare:
     Attributes:
         note: what the share holds, by purpose; "" where no share was asked for.
         kept_bytes: unswapped parameters that it counts.
+        tables: True if the config holds lookup tables in the tiers because there is no room for them beside the rest.
         traces: of the task, by `held_alike`.
     """
 
@@ -55,11 +56,13 @@ class GpuShare:
     note: str = ""
     kept_bytes: int = 0
     traces: Mapping[Hashable, Trace] = field(default_factory=dict)
+    tables: bool = False
 
     def noted(self, plan: Plan) -> Plan:
         """Return the plan with the note, and with the bytes that quantized files leave unswapped beyond it."""
         more = plan.kept_bytes - self.kept_bytes
         beyond = f"; the files leave {format_bytes(more)} more unswapped, beyond that" if more > 0 else ""
+        plan = noting_tables(plan) if self.tables else plan
         return replace(plan, notes=(*plan.notes, self.note + beyond)) if self.note else plan
 
 
@@ -93,6 +96,19 @@ def share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task, *,
     if config.gpu_memory is None:
         return GpuShare(with_tier_budget(config, compute_tier(config, machine)))
     _check_gpu(config, machine)
+    try:
+        return _share_of(bare, config, machine, task, others=others)
+    except NoRoomError as error:
+        tables = with_tables(bare, config)
+        if tables is None:
+            raise
+        try:
+            return replace(_share_of(bare, tables, machine, task, others=others), tables=True)
+        except NoRoomError:
+            raise error from None
+
+
+def _share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task, *, others: int) -> GpuShare:
     fixed = {"CUDA's context": CONTEXT_BYTES, "other tensors of this process": others}
     asked, free = _asked_bytes(config, machine), machine.gpu_free_bytes + sum(fixed.values())
     settled, much, traces = replace(config, gpu_memory=None, context=None), endless(machine), {}
