@@ -148,7 +148,9 @@ def missed_experts(rates: Rates) -> Iterator[Row]:
         miss = row.get("miss", "fetch")
         case = row["case"].replace("% of the expert pages", " % of the experts") + (miss != "fetch") * f", {miss}"
         config = _config("fp4", row["budget_gb"] * 1e9 if "budget_gb" in row else None)
-        found = model.row(f"{name}: {case}", task, vbrt.load_config(config, experts={"miss": miss}), row["ms"])
+        where = {"where": "device" if miss == "fetch" else "auto"}  # what fetches all computes nothing elsewhere
+        config = vbrt.load_config(config, experts={"miss": miss}, compute=where)
+        found = model.row(f"{name}: {case}", task, config, row["ms"])
         yield replace(found, predicted_ms=found.predicted_ms - default_cost_model("gpu").generate_ms)
 
 
