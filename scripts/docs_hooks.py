@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,9 +25,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return before + commands_help() + after.partition("-->")[2] if mark else markdown
 
 
+@patch.dict(os.environ, {"COLUMNS": "96", "NO_COLOR": "1"})  # what argparse wraps and colours by
 def commands_help() -> str:
     """Return a section of Markdown for each command."""
-    os.environ |= {"COLUMNS": "96", "NO_COLOR": "1"}  # what argparse wraps and colours by
     parser = argparse.ArgumentParser(prog="vbrt")
     commands = parser.add_subparsers()
     for command in COMMANDS:
