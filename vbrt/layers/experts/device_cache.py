@@ -117,10 +117,9 @@ class DeviceCache:
         slot_bytes: of a slot that takes any expert of a layer, by layer.
 
     Raises:
-        TierError: pages are not in pinned host memory, or of several sizes although they share slots or are alike (fine
-            pages have any); the budget has
-            no room, or `capacity_bytes` none for a page of each layer. Nothing has changed then: leases of the stack
-            work, with the host deciding.
+        TierError: pages are not in pinned host memory, or layers that share slots take slots of several sizes; the
+            budget has no room, or `capacity_bytes` none for a slot of each layer. Nothing has changed then: leases of
+            the stack work, with the host deciding.
     """
 
     def __init__(
