@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vbrt.config import FORMATS
 from vbrt.estimation.memory.task import Task
+from vbrt.kernels.cuda.fine.merge import why_not_experts
 from vbrt.kernels.cuda.launch_table import are_few
 from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
 from vbrt.residency.expert_pages import pages_of_scan
@@ -78,8 +79,7 @@ def _is_gathered(swap: Swap) -> bool:
     """True if the device gathers lossless experts, of `exact` ones by a kernel that merges whole blocks."""
     if swap.fine != "exact":
         return swap.lossless
-    record = FORMATS[swap.format]
-    return not (record.fitted or any(site.shape[1] % record.block for site in (swap.site, *swap.parts)))
+    return not any(why_not_experts(swap.format, site.shape) for site in (swap.site, *swap.parts))
 
 
 def _slot_bytes(swap: Swap) -> int:

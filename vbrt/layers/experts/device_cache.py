@@ -152,7 +152,7 @@ class DeviceCache:
         """Make the arena and its tables."""
         layers, pools = self._rooms(capacity_bytes)
         nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
-        experts = [keys for name in self.keys for keys in self._planes(name)]
+        experts = self._experts()
         arena = Arena(self._stack, f"{experts[0][0]}#cache", [key for keys in experts for key in keys], nbytes)
         sizes, places = self._stack.pages, iter(arena.addresses)
         sources = [[Source(next(places), sizes[key].nbytes) for key in keys] for keys in experts]
@@ -163,10 +163,14 @@ class DeviceCache:
         self._needed = [1] * len(pools)
         self._forget_ring()
 
-    def _planes(self, name: str) -> list[tuple[str, ...]]:
-        """Return the keys of each expert's pages."""
-        keys, fine = self.keys[name], self.fine.get(name)
-        return [(key,) for key in keys] if fine is None else list(zip(keys, fine, strict=True))
+    def _planes(self, name: str, expert: int) -> tuple[str, ...]:
+        """Return the keys of an expert's pages."""
+        fine = self.fine.get(name)
+        return (self.keys[name][expert], *(() if fine is None else (fine[expert],)))
+
+    def _experts(self) -> list[tuple[str, ...]]:
+        """Return the keys of all experts' pages, by expert, layer by layer."""
+        return [self._planes(name, expert) for name, keys in self.keys.items() for expert in range(len(keys))]
 
     def _bytes_of_slot(self, name: str) -> int:
         """Return the bytes of a slot that takes any expert of a layer. Raises TierError if coarse pages differ."""
@@ -177,9 +181,7 @@ class DeviceCache:
 
     def _source(self, layer: int, expert: int) -> list[Tensor]:
         """Return an expert's pages in host memory, which do not move while the cache lives."""
-        name = self.layers[layer]
-        keys = [of_plane[expert] for of_plane in (self.keys[name], *((self.fine[name],) if name in self.fine else ()))]
-        pages = [self._stack.pages[key] for key in keys]
+        pages = [self._stack.pages[key] for key in self._planes(self.layers[layer], expert)]
         return [self._stack.levels[page.home].slots[page.key].view for page in pages]
 
     def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
@@ -457,15 +459,14 @@ class DeviceCache:
     def _counts(self) -> Tensor:
         """Return hits, misses, misses that the host computed, and bytes copied in, int64 [4, pages] on the CPU."""
         counts, pages = self._tables.counts(), self._stack.pages
-        nbytes = [sum(pages[key].nbytes for key in keys) for name in self.keys for keys in self._planes(name)]
+        nbytes = [sum(pages[key].nbytes for key in keys) for keys in self._experts()]
         fetched = (counts[1] - counts[2]) * torch.tensor(nbytes, dtype=torch.int64, device="cpu")
         return torch.cat((counts, fetched.unsqueeze(0)))
 
     def resident(self) -> frozenset[str]:
         """Return the keys of resident pages; waits for the device."""
-        experts = [keys for name in self.keys for keys in self._planes(name)]
-        slots = self._tables.resident().tolist()
-        return frozenset(key for keys, slot in zip(experts, slots, strict=True) if slot >= 0 for key in keys)
+        rows = zip(self._experts(), self._tables.resident().tolist(), strict=True)
+        return frozenset(key for keys, slot in rows if slot >= 0 for key in keys)
 
     def totals(self) -> dict[str, DeviceTotals]:
         """Return the sums of each layer, in a few steps for all of them; waits for the device."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vbrt.config import FORMATS
 from vbrt.formats import get_format
 from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
@@ -25,12 +24,7 @@ _COARSE, _FINE, _KEPT = range(3)  # where a field lies: in the coarse page, in t
 
 def why_not_merged(spec: ExpertsSpec) -> str:
     """Return why the kernel does not merge the planes of a layer's experts; "" if it does."""
-    for part, one in spec.parts.items():
-        if FORMATS[one.format].fitted:
-            return f"{one.format} has levels of its own for each weight"
-        if not merge.serves_shape(one.format, one.shape):
-            return f"rows of {part}, {one.shape[1]} weights, are not whole blocks of {one.format}"
-    return ""
+    return next(filter(None, (merge.why_not_experts(one.format, one.shape) for one in spec.parts.values())), "")
 
 
 class ExactPlaces:

@@ -39,6 +39,7 @@ from vbrt.layers.experts.kernels_product import KernelsProduct
 from vbrt.layers.experts.leased_experts import resident_pages
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.library_product import LibraryProduct
+from vbrt.layers.experts.prompt_ring import chunks
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
 from vbrt.layers.experts.residency_owner import CachedLayer, HostOperands, HostRows
 from vbrt.layers.experts.touched_experts import Routed, touched_experts
@@ -166,20 +167,18 @@ def _resident(call: _Call) -> Tensor | None:
     pages = resident_pages(handle, routed.x.device) if call.precision == "full" else None
     if pages is None:
         return None
-    if not handle.spec.lossless:
-        handle.routing.unlease()
-        return KernelsProduct(layer, routed).resident(pages, scan=call.scan)
-    if not may_gather(handle):
+    if handle.spec.lossless and not may_gather(handle):
         return None
-    if fits_gathered(handle, routed.ids):
-        handle.routing.unlease()
-        return gathered(layer, routed, pages)
     handle.routing.unlease()
+    if not handle.spec.lossless:
+        return KernelsProduct(layer, routed).resident(pages, scan=call.scan)
+    if fits_gathered(handle, routed.ids):
+        return gathered(layer, routed, pages)
     heard, product, most = _heard_product(call)
     if len(heard.touched) <= most:
         return product.whole_heard(heard.part(heard.touched), heard.local_Tk, pages)
-    for first in range(0, len(heard.touched), most):
-        product.add_heard(heard.part(heard.touched[first : first + most]), pages)
+    for experts in chunks(heard.touched, most):
+        product.add_heard(heard.part(experts), pages)
     return product.result()
 
 
@@ -210,15 +209,15 @@ def _in_chunks(call: _Call, touched: Sequence[int]) -> Tensor:
     handle, precision = call.handle, call.precision
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
     product = LibraryProduct(call.layer, call.routed) if lossless else KernelsProduct(call.layer, call.routed)
-    chunks = list(chunks_of(handle, touched, scan=call.scan, precision=precision))
-    if (call.scan or len(chunks) > 1) and not handle.stack.at_rest:
+    leases = list(chunks_of(handle, touched, scan=call.scan, precision=precision))
+    if (call.scan or len(leases) > 1) and not handle.stack.at_rest:
         handle.stack.announce(handle.keys_of(touched, precision))
-    if len(chunks) == 1 and (lossless or not call.scan) and not product.only_in_turn:
-        with handle.lease(chunks[0], precision) as leased:
+    if len(leases) == 1 and (lossless or not call.scan) and not product.only_in_turn:
+        with handle.lease(leases[0], precision) as leased:
             return product.whole(leased)
     if product.in_order:
-        return product.in_turn(chunks, precision)
-    for chunk in chunks:
+        return product.in_turn(leases, precision)
+    for chunk in leases:
         with handle.lease(chunk, precision) as leased:
             product.add(leased)
     return product.result()

@@ -17,7 +17,7 @@ from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, is_tiled, relative_valu
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["FIELDS", "merge", "merge_experts", "serves", "serves_shape"]
+__all__ = ["FIELDS", "merge", "merge_experts", "serves", "serves_shape", "why_not_experts"]
 
 #: what a row of `merge_experts`' table has of a matrix: fields of its planes, and of its format's tables
 FIELDS = ("codes", "scales", "tensor_scale", "levels", "values", "low", "nibbles", "side", "escapes", "starts")
@@ -48,9 +48,8 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
     """`merge` into `out`, on any device that Triton supports."""
     from vbrt.kernels.cuda.fine.merge_triton import merge_kernel
 
-    fine, fmt = planes.fine, get_format(planes.format)
-    coarse = _coarse(planes)
-    total, width = out.numel(), WIDTH[planes.dtype]
+    fine, coarse = planes.fine, _coarse(planes)
+    total = out.numel()
     merge_kernel[(-(-total // SPAN),)](
         *coarse.tensors,
         fine["low"],
@@ -61,16 +60,26 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
         out.view(torch.int16),
         total,
         planes.shape[1],
-        SPAN=SPAN,
-        BLOCK=fmt.block,
-        WIDE_CODES=sum(1 << code for code in fmt.wide_codes),
-        WIDTH=width,
         TILE_WORDS=coarse.tile_words,
-        E2M1=fmt.record.kernels == "e2m1",
-        WHOLE=total % SPAN == 0,
         num_warps=_WARPS,
+        **_constants(planes.format, planes.dtype, total),
         **triton_api.fp_fusion(True),
     )
+
+
+def _constants(format: str, dtype: torch.dtype, total: int) -> dict[str, int]:
+    """Constants that both kernels have, of a matrix of so many weights."""
+    fmt = get_format(format)
+    wide = sum(1 << code for code in fmt.wide_codes)
+    constants = {"SPAN": SPAN, "BLOCK": fmt.block, "WIDE_CODES": wide, "WIDTH": WIDTH[dtype]}
+    return constants | {"E2M1": fmt.record.kernels == "e2m1", "WHOLE": total % SPAN == 0}
+
+
+def why_not_experts(format: str, shape: tuple[int, int]) -> str:
+    """Return why `merge_experts` takes no matrices of a format and shape; "" if it does."""
+    if get_format(format).record.fitted:
+        return f"{format} has levels of its own for each weight"
+    return "" if serves_shape(format, shape) else f"rows of {shape[1]} weights are not whole blocks of {format}"
 
 
 def merge_experts(
@@ -85,14 +94,9 @@ def merge_experts(
     """
     out = torch.empty((len(experts_P), *shape), dtype=dtype, device=experts_P.device)
     if len(experts_P):
-        fmt, total = get_format(format), shape[0] * shape[1]
-        wide = sum(1 << code for code in fmt.wide_codes)
-        constants = {"SPAN": SPAN, "BLOCK": fmt.block, "WIDE_CODES": wide, "WIDTH": WIDTH[dtype]}
-        constants |= {"E2M1": fmt.record.kernels == "e2m1", "WHOLE": total % SPAN == 0}
-        tensors = places_EF, experts_P, out.view(torch.int16)
-        _launch_experts(
-            (-(-total // SPAN), len(experts_P)), tensors, (total, shape[1], first, places_EF.shape[1]), constants
-        )
+        total, tensors = shape[0] * shape[1], (places_EF, experts_P, out.view(torch.int16))
+        grid, numbers = (-(-total // SPAN), len(experts_P)), (total, shape[1], first, places_EF.shape[1])
+        _launch_experts(grid, tensors, numbers, _constants(format, dtype, total))
     return out
 
 

@@ -105,11 +105,9 @@ def _merge_span(
         delta += tl.reshape(tl.join(half & 15, half >> 4), (GROUPS, 16)).to(tl.int32) << 8
     SIGN: tl.constexpr = 1 << (WIDTH - 1)
     wide = (code & 7) == 0 if E2M1 else ((WIDE_CODES >> code) & 1) != 0
-    if not WHOLE:
-        wide = wide & inside
     escaped = (delta == SIGN) & (wide == 0)
     if not WHOLE:
-        escaped = escaped & inside
+        wide, escaped = wide & inside, escaped & inside
     # prefix counts of both lists in one scan
     count = wide.to(tl.int32) + (escaped.to(tl.int32) << 16)
     row = tl.sum(count, 1)
