@@ -6,10 +6,10 @@ It also works on models built under `torch.device("meta")`, so that a plan needs
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +42,9 @@ from vbrt.residency.plan import Beside, PageSpec, Plan, Skip, Swap, format_bytes
 from vbrt.residency.training_memory import with_state
 from vbrt.residency.weight_site import ROOT
 
-__all__ = ["make_plan", "noting_tables", "shown_plan", "swaps_with_pages", "with_tables"]
+__all__ = ["make_plan", "noting_tables", "shown_plan", "swaps_with_pages", "with_tables_if_needed"]
+
+_Made = TypeVar("_Made")
 
 _KEPT_SHARE = 10  # a note if kept parameters are at least 1/10 of the model
 
@@ -90,14 +92,23 @@ def make_plan(
         )
     machine = machine or this_machine(config)
     plan = functools.partial(_plan, model, machine=machine, charge_kept=charge_kept, saved=saved, beside=beside)
-    try:
+    if saved is not None:
         return plan(config)
+    found, tables = with_tables_if_needed(model, config, plan)
+    return noting_tables(found) if tables else found
+
+
+def with_tables_if_needed(model: nn.Module, config: VBConfig, made: Callable[[VBConfig], _Made]) -> tuple[_Made, bool]:
+    """Return what is made of a config, or, if that has no room, of the one with lookup tables in the tiers; and True
+    for the latter. Raises NoRoomError, that of the given config, if neither has room."""
+    try:
+        return made(config), False
     except NoRoomError as error:
-        tables = with_tables(model, config) if saved is None else None
+        tables = _with_tables(model, config)
         if tables is None:
             raise
         try:
-            return noting_tables(plan(tables))
+            return made(tables), True
         except NoRoomError:
             raise error from None
 
@@ -113,7 +124,7 @@ def noting_tables(plan: Plan) -> Plan:
     return replace(plan, notes=(*plan.notes, note), warnings=(*plan.warnings, note))
 
 
-def with_tables(model: nn.Module, config: VBConfig) -> VBConfig | None:
+def _with_tables(model: nn.Module, config: VBConfig) -> VBConfig | None:
     """Return the config with lookup tables in the tiers, in their own bits; None if the given one says what becomes of
     them, or the model has none."""
     kinds = {name: kind_of(module) for name, module in named_modules(model).items()}

@@ -4,6 +4,7 @@ The share less CUDA's context, unswapped parameters, KV cache, temporaries and t
 for a task, is the budget. A config is settled once, before it is planned: afterwards it has `tiers.gpu.budget` alone.
 """
 
+import functools
 import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from vbrt.estimation.memory.task import Task
 from vbrt.estimation.memory.traced_checkpointing import asked_of
 from vbrt.host import accelerator
 from vbrt.model.machine_memory import this_machine
-from vbrt.model.planner import make_plan, noting_tables, with_tables
+from vbrt.model.planner import make_plan, noting_tables, with_tables_if_needed
 from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.plan import Plan
 
@@ -96,19 +97,12 @@ def share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task, *,
     if config.gpu_memory is None:
         return GpuShare(with_tier_budget(config, compute_tier(config, machine)))
     _check_gpu(config, machine)
-    try:
-        return _share_of(bare, config, machine, task, others=others)
-    except NoRoomError as error:
-        tables = with_tables(bare, config)
-        if tables is None:
-            raise
-        try:
-            return replace(_share_of(bare, tables, machine, task, others=others), tables=True)
-        except NoRoomError:
-            raise error from None
+    made = functools.partial(_share_of, bare, machine=machine, task=task, others=others)
+    found, tables = with_tables_if_needed(bare, config, made)
+    return replace(found, tables=tables)
 
 
-def _share_of(bare: nn.Module, config: VBConfig, machine: Machine, task: Task, *, others: int) -> GpuShare:
+def _share_of(bare: nn.Module, config: VBConfig, *, machine: Machine, task: Task, others: int) -> GpuShare:
     fixed = {"CUDA's context": CONTEXT_BYTES, "other tensors of this process": others}
     asked, free = _asked_bytes(config, machine), machine.gpu_free_bytes + sum(fixed.values())
     settled, much, traces = replace(config, gpu_memory=None, context=None), endless(machine), {}
