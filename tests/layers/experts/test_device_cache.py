@@ -98,7 +98,7 @@ _INTERPRETED = {
     "passing": """
         residency._PROGRAMS = 1
         experts = Experts(torch.device("cpu"), (12, 12), (1, 1))
-        cache = experts.cache(9)  # 2 of one layer's slots and 1 of the other's are lent to prompts
+        cache = experts.cache(9)  # 3 of the slots of each layer are lent to prompts
         choose, seen, touched = random.Random(0), {}, 0
         def compute(passing):
             pairs, addresses = passing.pairs, passing.addresses
@@ -118,7 +118,7 @@ _INTERPRETED = {
                 held = cache.resident()
         print(cache.has_ring, len(held), held == cache.resident())
         found = counts(cache).values()
-        print(touched == sum(hits + misses for hits, misses in found), sum(hits for hits, _ in found) > 20)
+        print(touched == sum(hits + misses for hits, misses in found), sum(hits for hits, _ in found) > 14)
         print(cache.resident() >= set(experts.keys(0, torch.tensor([0, 3, 6, 9]))))  # often named
         def fill():
             for layer, ids in ((0, torch.arange(9)), (1, torch.arange(3, 12))):
@@ -180,11 +180,11 @@ def test_a_scan_leaves_the_pages_that_are_used_most(printed):
 
 
 def test_a_prompt_passes_by_what_is_resident(printed):
-    assert printed["passing"][:6] == ["True", "15", "True", "True", "True", "True"]
+    assert printed["passing"][:6] == ["True", "12", "True", "True", "True", "True"]
 
 
 def test_slots_are_lent_to_a_prompt_and_none_that_a_graph_may_need(printed):
-    assert printed["passing"][6:] == ["18", "15", "18", "True", "[0,", "3]", "False"]
+    assert printed["passing"][6:] == ["18", "12", "18", "True", "[0,", "4]", "False"]
 
 
 def test_an_interrupted_lease_empties_the_cache_and_no_wrong_byte_is_read(printed):

@@ -104,12 +104,14 @@ def test_any_routing_passes_any_ring(segments):
 @pytest.mark.parametrize(
     ("experts", "page_bytes", "room", "ring"),
     [
-        (128, 2_700_000, 8 << 30, (3, 22)),  # six parts of a layer
-        (128, 2_700_000, 380 << 20, (2, 18)),  # a quarter of the room
-        (128, 13_000_000, 3 << 30, (3, 8)),  # parts of 96 MiB
-        (8, 100_000_000, 8 << 30, (3, 2)),
-        (8, 100_000_000, 1 << 30, (2, 1)),
-        (8, 100_000_000, 512 << 20, (0, 0)),
+        (128, 2_700_000, 8 << 30, (3, 64)),  # a layer and a part more
+        (128, 2_700_000, 380 << 20, (3, 24)),  # half of the room
+        (128, 13_000_000, 8 << 30, (9, 16)),  # parts of 192 MiB
+        (8, 100_000_000, 8 << 30, (4, 3)),
+        (8, 100_000_000, 1 << 30, (5, 1)),
+        (8, 100_000_000, 512 << 20, (2, 1)),
+        (8, 100_000_000, 256 << 20, (0, 0)),
+        (0, 100_000_000, 8 << 30, (0, 0)),
     ],
 )
 def test_segments_keep_the_link_busy_within_a_share_of_the_room(experts, page_bytes, room, ring):

@@ -22,22 +22,26 @@ import torch
 from torch import Tensor
 
 from vbrt.host import accelerator
-from vbrt.tiers.storage.device_copy import copy_pages
+from vbrt.tiers.storage.device_copy import copy_pages, span
 
 __all__ = ["Passage", "PromptRing", "chunks", "ring_room"]
 
 #: bytes of a part that keep the link busy for longer than the host takes to launch a part's kernels
-_PART_BYTES = 96 << 20
-_PARTS = 6  # of a layer, at least: the first one's copy is waited for
-_SEGMENTS = 3  # at most: what is ahead keeps the link busy while attention is computed
-_SHARE = 4  # at most this part of the cache's room, whose pages are gone when a prompt has passed
+_PART_BYTES = 192 << 20
+_PARTS = 2  # of a layer, at least: the last one's kernels run while nothing of the layer is copied
+_SEGMENTS = 3  # if there is room: one is read, one copied, one queued
+_SHARE = 2  # at most this part of the cache's room, whose pages are gone when a prompt has passed
 
 
 def ring_room(experts: int, page_bytes: int, room_bytes: int) -> tuple[int, int]:
-    """Return segments of a ring for layers of so many experts, and pages of each; (0, 0): the room is too small."""
+    """Return segments of a ring for layers of so many experts, and pages of each; (0, 0): the room is too small. Where
+    there is room the ring takes a layer and a part more: the link has work while the host launches what is between the
+    experts of two layers, however long that takes."""
     most = room_bytes // (_SHARE * page_bytes)
-    pages = min(-(-experts // _PARTS), -(-_PART_BYTES // page_bytes), most // 2)
-    return (min(_SEGMENTS, most // pages), pages) if pages else (0, 0)
+    if not experts or most < 2:
+        return 0, 0
+    pages = min(-(-experts // _PARTS), -(-_PART_BYTES // page_bytes), max(1, most // _SEGMENTS))
+    return min(-(-experts // pages) + 1, most // pages), pages
 
 
 def chunks(experts: Sequence[int], most: int) -> list[Sequence[int]]:
@@ -49,12 +53,12 @@ class _Segment:
     """Slots of a part.
 
     Attributes:
-        slots: uint8 [bytes of a page] each; addresses: of the slots.
+        slots: of a page each.
         arrived: event of the last copy; read: of the last kernels that read them.
     """
 
     def __init__(self, slots: Sequence[Tensor]) -> None:
-        self.slots, self.addresses = slots, [slot.data_ptr() for slot in slots]
+        self.slots = [span(slot) for slot in slots]
         self.arrived: torch.Event | None = None
         self.read: torch.Event | None = None
 
@@ -89,11 +93,13 @@ class PromptRing:
 
     Args:
         segments: slots of each, on the computing device, uint8 [bytes of a page] each; at least two segments.
-        source: returns the pages of a layer's expert in page-locked host memory, uint8 [bytes], for one slot.
+        source: returns the pages of a layer's expert in page-locked host memory, uint8 [bytes], for one slot; they do
+            not move.
     """
 
     def __init__(self, segments: Sequence[Sequence[Tensor]], source: Callable[[int, int], Sequence[Tensor]]) -> None:
-        self._segments, self._source = [_Segment(slots) for slots in segments], source
+        self._segments = [_Segment(slots) for slots in segments]
+        self._pages = functools.cache(lambda layer, expert: [span(page) for page in source(layer, expert)])
         self._device = device = segments[0][0].device
         self._stream = accelerator.Stream(device) if accelerator.has_streams(device) else None
         self._ahead: list[_Load] = []  # first parts of a layer to come
@@ -110,7 +116,7 @@ class PromptRing:
             most: experts in a part, at most.
         """
         segments, wanted = self._segments, set(experts)
-        most = min(most, len(segments[0].addresses))
+        most = min(most, len(segments[0].slots))
         ahead, self._ahead = self._ahead, []
         ready = [load for load in ahead if load.layer == layer and wanted.intersection(load.experts)]
         there = {expert for load in ready for expert in load.experts}
@@ -121,7 +127,7 @@ class PromptRing:
         loads = [*ready, *(_Load(*of, turns[at % len(turns)]) for at, of in enumerate(own + more, len(ready)))]
         self._begin(loads[len(ready) : len(segments)])
         now = loads[: len(ready) + len(own)]
-        places = {e: at for load in now for e, at in zip(load.experts, load.segment.addresses, strict=False)}
+        places = {e: at.address for load in now for e, at in zip(load.experts, load.segment.slots, strict=False)}
         parts = [[expert for expert in load.experts if expert in wanted] for load in now]
         if not now:
             self._ahead = loads
@@ -144,16 +150,11 @@ class PromptRing:
     def _begin(self, loads: Iterable[_Load]) -> None:
         """Begin copies, each after the kernels that read what its segment had."""
         for load in loads:
-            segment, slots, pages = load.segment, [], []
-            for slot, expert in zip(segment.slots, load.experts, strict=False):
-                at = 0
-                for page in self._source(load.layer, expert):
-                    slots.append(slot[at:] if at else slot)
-                    pages.append(page)
-                    at += page.numel()
+            segment = load.segment
+            pages = [self._pages(load.layer, expert) for expert in load.experts]
             if self._stream is not None and segment.read is not None:
                 self._stream.wait_event(segment.read)
-            copy_pages(slots, pages, self._stream)
+            copy_pages(segment.slots, pages, self._stream)
             if self._stream is not None:
                 segment.arrived = self._stream.record_event()
 

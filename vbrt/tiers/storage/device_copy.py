@@ -9,12 +9,13 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from vbrt.host import accelerator
 
-__all__ = ["Signal", "checked", "copy_pages", "copying", "cuda_runtime", "reach", "wait_for"]
+__all__ = ["Signal", "Span", "checked", "copy_pages", "copying", "cuda_runtime", "reach", "span", "wait_for"]
 
 _HOST_TO_DEVICE, _DEFAULT = ctypes.c_int(1), ctypes.c_int(4)  # default: inferred from the addresses
 _WITHOUT_TIMING, _NO_FLAGS = ctypes.c_uint(2), ctypes.c_uint(0)
@@ -46,19 +47,38 @@ def copying(
     )
 
 
-def copy_pages(slots: Sequence[torch.Tensor], pages: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
-    """Queue copies of pages in pinned host memory to the first of `slots`, uint8 [bytes] each, on a stream; torch's own
-    calls take the host longer. On a device without streams (None) they are done at the return."""
+class Span(NamedTuple):
+    """Bytes of a tensor, uint8 [nbytes], which must outlive the copies of them."""
+
+    bytes: torch.Tensor
+    address: int
+    nbytes: int
+
+
+def span(tensor: torch.Tensor) -> Span:
+    """Return the span of all bytes of a uint8 tensor."""
+    return Span(tensor, tensor.data_ptr(), tensor.numel())
+
+
+def copy_pages(slots: Sequence[Span], pages: Sequence[Sequence[Span]], stream: torch.Stream | None) -> None:
+    """Queue copies of pages in pinned host memory to slots on a stream, those of one slot one behind the other; torch's
+    own calls take the host longer. On a device without streams (None) they are done at the return."""
     runtime = cuda_runtime() if stream is not None and accelerator.TYPE == accelerator.CUDA else None
     if runtime is None:
         with contextlib.nullcontext() if stream is None else accelerator.stream(stream):
-            for slot, page in zip(slots, pages, strict=False):
-                slot[: page.numel()].copy_(page, non_blocking=stream is not None)
+            for slot, of_slot in zip(slots, pages, strict=False):
+                at = 0
+                for page in of_slot:
+                    slot.bytes[at : at + page.nbytes].copy_(page.bytes, non_blocking=stream is not None)
+                    at += page.nbytes
         return
     copy, queue = runtime.cudaMemcpyAsync, ctypes.c_void_p(stream.cuda_stream)
-    for slot, page in zip(slots, pages, strict=False):
-        size, source = ctypes.c_size_t(page.numel()), ctypes.c_void_p(page.data_ptr())
-        checked(copy(ctypes.c_void_p(slot.data_ptr()), source, size, _HOST_TO_DEVICE, queue))
+    for slot, of_slot in zip(slots, pages, strict=False):
+        target = slot.address
+        for _, address, nbytes in of_slot:
+            source, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+            checked(copy(ctypes.c_void_p(target), source, size, _HOST_TO_DEVICE, queue))
+            target += nbytes
 
 
 class Signal:
