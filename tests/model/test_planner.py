@@ -387,6 +387,11 @@ def test_a_wrapped_model_is_not_planned_again():
 
 GPU = Machine(gpu_total_bytes=1 << 20, gpu_free_bytes=1 << 20, cpu_total_bytes=8 << 20, cpu_available_bytes=4 << 20)
 NO_GPU = replace(GPU, gpu_total_bytes=None, gpu_free_bytes=None)
+GiB = 1 << 30
+GPU_24GB = Machine(
+    gpu_total_bytes=24 * GiB, gpu_free_bytes=24 * GiB, cpu_total_bytes=64 * GiB, cpu_available_bytes=60 * GiB
+)
+CPU_64GB = replace(GPU_24GB, gpu_total_bytes=None, gpu_free_bytes=None)
 
 
 def lookup(rows, device=None):
@@ -482,7 +487,7 @@ def test_tables_that_do_not_fit_go_into_the_tiers_in_their_own_bits(preset):
     assert (table.format, [page.home for page in table.pages]) == ("dense", ["cpu"])
     assert plan.warnings[-1] == plan.notes[-1]
     assert "lookup tables do not fit beside the rest, and are held in the tiers" in plan.notes[-1]
-    assert "embed (750.0 KiB)" in plan.notes[-1]
+    assert "embed (750.0 KiB)" in plan.notes[-1] and "waits" not in plan.notes[-1]
     assert not any("in their own bits" in note for note in vbrt.make_plan(lookup(1000, "meta"), given, GPU).notes)
     asked = load_config(given, weights={"formats": {"embed": "nf4"}})
     assert next(s for s in vbrt.make_plan(lookup(3000, "meta"), asked, GPU).swaps if s.name == "embed").format == "nf4"
@@ -492,6 +497,27 @@ def test_tables_that_do_not_fit_go_into_the_tiers_in_their_own_bits(preset):
             load_config(given, weights={"embeddings": False}),
             replace(GPU, gpu_free_bytes=1 << 19),
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "tied", "changed", "machine", "held"),
+    [
+        (70000, False, {}, GPU_24GB, True),
+        (70000, True, {}, GPU_24GB, False),  # the head's weight
+        (60000, False, {}, GPU_24GB, False),  # less than 256 MiB
+        (70000, False, {"weights": {"embeddings": False}}, GPU_24GB, False),
+        (70000, False, {"tiers": {"cpu": {"enabled": False}}}, GPU_24GB, False),
+        (70000, False, {}, CPU_64GB, False),  # a CPU reads a parameter's rows as well
+    ],
+)
+def test_a_table_that_is_a_large_part_of_a_model_goes_into_the_tiers(rows, tied, changed, machine, held):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(rows, 1024), nn.Linear(1024, 1024), nn.Linear(1024, rows, bias=False))
+    if tied:
+        model[2].weight = model[0].weight
+    plan = vbrt.make_plan(model, load_config("fp4", **changed), machine)
+    assert any(swap.by_rows and swap.format == "dense" for swap in plan.swaps) == held
+    assert any("take a tenth of the model or more" in note for note in plan.notes) == held and not plan.warnings
 
 
 def test_a_model_whose_table_does_not_fit_runs_from_its_files(tmp_path, monkeypatch):

@@ -144,7 +144,7 @@ def test_a_table_that_is_read_by_rows_may_be_larger_than_what_it_would_pass_thro
     with pytest.raises(ConfigError, match="smaller than the largest layer's pages"):
         place([[table], [layer]], budgets, source="x")
     homes = place([[replace(table, by_rows=True)], [layer]], budgets, source="x")
-    assert homes == {"table#dense": "cpu", "layer#dense": "cpu"}
+    assert homes == {"table#dense": "cpu", "layer#dense": "gpu"}
     swap = replace(a_swap("table", (replace(table, by_rows=True),)), note="")
     plan = Plan((swap, a_swap("layer", (layer,))), {}, budgets)
     assert swap.by_rows and (plan.group, plan.largest_layer_bytes, plan.largest_page_bytes) == (1, 2 * PAGE, 2 * PAGE)
@@ -201,10 +201,26 @@ def test_what_every_pass_needs_lives_on_top_and_experts_below_where_not_all_fits
     assert len(homes) == 14
 
 
-def test_tables_that_are_read_by_rows_live_with_the_experts():
-    table = PageSpec("table#coarse", "coarse", 4 * PAGE, by_rows=True)
-    homes = place([[table], *layers(3), routed("experts", [1] * 12, top_k=2)], budgets(gpu=16, cpu=99), source="x")
-    assert where(homes)["experts"] == {"cpu"} and (homes["table#coarse"], homes["layer0#c"]) == ("cpu", "gpu")
+@pytest.mark.parametrize(
+    ("room", "table", "others", "experts"),
+    [
+        ({"gpu": 19, "cpu": 99}, "gpu", {"gpu"}, {"gpu"}),
+        ({"gpu": 16, "cpu": 99}, "cpu", {"gpu"}, {"gpu"}),  # all but the table fit
+        ({"gpu": 14, "cpu": 99}, "cpu", {"gpu"}, {"cpu"}),
+        ({"gpu": 14, "cpu": 15, "ssd": 99}, "ssd", {"gpu"}, {"cpu"}),
+        ({"gpu": 14, "cpu": 5, "ssd": 99}, "ssd", {"gpu"}, {"ssd"}),  # the cpu tier is the experts' cache
+    ],
+)
+def test_tables_that_are_read_by_rows_make_room_for_what_moves(room, table, others, experts):
+    rows = PageSpec("table#coarse", "coarse", 4 * PAGE, by_rows=True)
+    homes = place([[rows], *layers(3), routed("experts", [1] * 12, top_k=2)], budgets(**room), source="x")
+    assert homes.pop("table#coarse") == table and where(homes) == {"experts": experts, "others": others}
+
+
+def test_tables_that_fit_nowhere_are_refused():
+    table = PageSpec("table#coarse", "coarse", 40 * PAGE, by_rows=True)
+    with pytest.raises(ConfigError, match=r"the pages take 172\.0 KiB, the tiers hold gpu 40\.0 KiB \+ cpu 100\.0 KiB"):
+        place([[table], *layers(3)], budgets(gpu=10, cpu=25), source="x")
 
 
 def test_experts_that_fit_nowhere_are_refused():

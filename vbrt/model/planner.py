@@ -6,7 +6,7 @@ It also works on models built under `torch.device("meta")`, so that a plan needs
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -43,6 +43,8 @@ from vbrt.residency.training_memory import with_state
 from vbrt.residency.weight_site import ROOT
 
 __all__ = ["make_plan", "noting_tables", "shown_plan", "swaps_with_pages", "with_tables_if_needed"]
+
+_LARGE_TABLES, _LARGE_SHARE = 256 << 20, 0.1  # bytes, and part of a model: smaller tables stay parameters
 
 _Made = TypeVar("_Made")
 
@@ -94,43 +96,68 @@ def make_plan(
     plan = functools.partial(_plan, model, machine=machine, charge_kept=charge_kept, saved=saved, beside=beside)
     if saved is not None:
         return plan(config)
-    found, tables = with_tables_if_needed(model, config, plan)
-    return noting_tables(found) if tables else found
+    large = _large_tables(model, config, machine)
+    found, added = with_tables_if_needed(model, _holding(config, large) if large else config, plan)
+    return noting_tables(_noting(found, large, "that take a tenth of the model or more"), added)
 
 
-def with_tables_if_needed(model: nn.Module, config: VBConfig, made: Callable[[VBConfig], _Made]) -> tuple[_Made, bool]:
-    """Return what is made of a config, or, if that has no room, of the one with lookup tables in the tiers; and True
-    for the latter. Raises NoRoomError, that of the given config, if neither has room."""
+def with_tables_if_needed(
+    model: nn.Module, config: VBConfig, made: Callable[[VBConfig], _Made]
+) -> tuple[_Made, tuple[str, ...]]:
+    """Return what is made of a config, or, if that has no room, of the one with lookup tables in the tiers; and the
+    names of these. Raises NoRoomError, that of the given config, if neither has room."""
     try:
-        return made(config), False
+        return made(config), ()
     except NoRoomError as error:
-        tables = _with_tables(model, config)
-        if tables is None:
+        tables = _tables(model, config)
+        if not tables:
             raise
         try:
-            return made(tables), True
+            return made(_holding(config, tables)), tables
         except NoRoomError:
             raise error from None
 
 
-def noting_tables(plan: Plan) -> Plan:
-    """Return a plan with lookup tables in the tiers that nobody has asked for, and a note and a warning of it."""
-    swapped = [swap for swap in plan.swaps if any(KINDS[site.kind].by_rows for site in swap.sites)]
-    names = ", ".join(f"{swap.site.name} ({format_bytes(swap.dense_bytes)})" for swap in swapped)
-    note = (
-        f"lookup tables do not fit beside the rest, and are held in the tiers, in their own bits: {names}. Where one "
-        "lies below the gpu, each pass waits for its ids, and no step is recorded"
-    )
-    return replace(plan, notes=(*plan.notes, note), warnings=(*plan.warnings, note))
+def noting_tables(plan: Plan, names: Collection[str]) -> Plan:
+    """Return a plan with lookup tables in the tiers for lack of room, which nobody has asked for, and a note and a
+    warning of it."""
+    noted = _noting(plan, names, "do not fit beside the rest, and")
+    return replace(noted, warnings=(*plan.warnings, *noted.notes[len(plan.notes) :]))
 
 
-def _with_tables(model: nn.Module, config: VBConfig) -> VBConfig | None:
-    """Return the config with lookup tables in the tiers, in their own bits; None if the given one says what becomes of
-    them, or the model has none."""
+def _noting(plan: Plan, names: Collection[str], why: str) -> Plan:
+    swapped = [swap for swap in plan.swaps if any(site.module in names for site in swap.sites)]
+    if not swapped:
+        return plan
+    listed = ", ".join(f"{swap.site.name} ({format_bytes(swap.dense_bytes)})" for swap in swapped)
+    note = f"lookup tables {why} are held in the tiers, in their own bits: {listed}"
+    if any(page.home == "ssd" for swap in swapped for page in swap.pages if page.by_rows):
+        note += ". Each pass waits for its ids, to read rows from files, and no step is recorded"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _tables(model: nn.Module, config: VBConfig) -> tuple[str, ...]:
+    """Return the lookup tables of a model; none if the config says what becomes of them."""
+    if config.mode != "infer" or config.weights.embeddings != "auto":
+        return ()
     kinds = {name: kind_of(module) for name, module in named_modules(model).items()}
-    tables = [name for name, kind in kinds.items() if kind is not None and kind.by_rows]
-    if not tables or config.mode != "infer" or config.weights.embeddings != "auto":
-        return None
+    return tuple(name for name, kind in kinds.items() if kind is not None and kind.by_rows)
+
+
+def _large_tables(model: nn.Module, config: VBConfig, machine: Machine) -> tuple[str, ...]:
+    """Return the lookup tables of a model if those that no other layer shares take a tenth of it, and a GPU computes,
+    which reads their rows in host memory."""
+    tables, modules = _tables(model, config), named_modules(model)
+    if not tables or compute_tier(config, machine) != "gpu" or not config.tiers.cpu.enabled:
+        return ()
+    users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
+    own = sum(weight.nbytes for weight in (modules[name].weight for name in tables) if users[id(weight)] == 1)
+    every = sum(parameter.nbytes for parameter in model.parameters())
+    return tables if own >= max(_LARGE_TABLES, every * _LARGE_SHARE) else ()
+
+
+def _holding(config: VBConfig, tables: Sequence[str]) -> VBConfig:
+    """Return the config with these tables in the tiers, in their own bits."""
     formats = (*((table, "dense") for table in tables), *config.weights.formats)
     return replace(config, weights=replace(config.weights, embeddings=True, formats=formats))
 

@@ -81,6 +81,9 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     Without experts, the coarse planes of exact weights are placed there, if they fit besides some streamed layers: a
     draft reads only them, so it moves nothing.
 
+    Tables that are read by rows make room for pages that move: if not everything fits into the computing tier, they go
+    to the first tier with room where nothing passes through.
+
     Args:
         layers: the pages of each layer, in the order of the model.
         budgets: bytes by tier, the computing tier first; an ssd comes last.
@@ -92,6 +95,11 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
     """
     pages = {page.key: page for layer in layers for page in layer}
     sizes = {key: page.nbytes for key, page in pages.items()}
+    tables = {key: size for key, size in sizes.items() if pages[key].by_rows}
+    if tables and len(budgets) > 1 and sum(sizes.values()) > next(iter(budgets.values())):
+        moving = [layer for layer in layers if not any(page.by_rows for page in layer)]
+        homes = place(moving, budgets, source=source)
+        return homes | _place_tables(tables, {key: sizes[key] for key in homes}, homes, budgets, source)
     every = {key: size for key, size in sizes.items() if not (pages[key].top_k or pages[key].by_rows)}
     routed = max((lease_bytes(layer) for layer in layers if any(page.top_k for page in layer)), default=0)
     tiers = list(budgets)
@@ -107,6 +115,28 @@ def place(layers: Sequence[Sequence[PageSpec]], budgets: Mapping[str, int], *, s
         sizes = {key: size for key, size in sizes.items() if key not in homes}
         layers = [[page for page in layer if page.key not in homes] for layer in layers]
     return homes | _place_filling(sizes, [layer for layer in layers if layer], budgets, source)
+
+
+def _place_tables(
+    tables: Mapping[str, int],
+    sizes: Mapping[str, int],
+    homes: Mapping[str, str],
+    budgets: Mapping[str, int],
+    source: str,
+) -> dict[str, str]:
+    """Place tables, given the homes of pages of other sizes: in or below the lowest of these tiers."""
+    deepest = max((list(budgets).index(tier) for tier in homes.values()), default=0)
+    rooms = {tier: budgets[tier] for tier in list(budgets)[deepest:] if not TIERS[tier].fills}
+    for key, tier in homes.items():
+        if tier in rooms:
+            rooms[tier] -= _cost(sizes[key], tier)
+    found = {}
+    for key, size in tables.items():
+        tier = next((tier for tier, room in rooms.items() if _cost(size, tier) <= room), None)
+        if tier is None:
+            raise _too_small({**sizes, **tables}, budgets, source)
+        found[key], rooms[tier] = tier, rooms[tier] - _cost(size, tier)
+    return found
 
 
 def _coarse_of_exact(layers: Sequence[Sequence[PageSpec]], top: str) -> dict[str, int]:

@@ -402,10 +402,10 @@ def test_rows_on_a_gpu_are_those_of_the_table_as_it_is_held(holding, tied, resid
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "resident"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("holding", [HOLDINGS[0], EXACT, FP4])
-def test_a_cuda_graph_records_lookups_in_a_table_on_the_gpu(holding, tied):
-    vb, ids = on_gpu(holding, tied=tied, resident=True), IDS.cuda()
+def test_a_cuda_graph_records_lookups_in_a_table_on_the_gpu_and_in_page_locked_memory(holding, tied, resident):
+    vb, ids = on_gpu(holding, tied=tied, resident=resident), IDS.cuda()
     rows = vb.materialize().module.embed(ids)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
@@ -413,3 +413,20 @@ def test_a_cuda_graph_records_lookups_in_a_table_on_the_gpu(holding, tied):
     ids.copy_(IDS.flip(0))
     graph.replay()
     assert torch.equal(recorded, rows.flip(0))
+    vb.unwrap()
+
+
+@pytest.mark.gpu
+def test_no_lookup_in_page_locked_memory_waits_for_the_gpu():
+    vb, ids = on_gpu(HOLDINGS[0], tied=False, resident=False), IDS.cuda()
+    rows = vb.module.embed(ids)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = vb.module.embed(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, rows)
+    stack = vb.module.embed._vb_handle.stack
+    assert stack.pages["embed#dense"].put is not None
+    with pytest.raises(TierError, match=r"tiers\.cpu\.budget = 4096: kernels .* read \d+ bytes in place"):
+        vb.set_budget("cpu", 4096)

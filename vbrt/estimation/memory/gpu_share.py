@@ -49,7 +49,7 @@ class GpuShare:
     Attributes:
         note: what the share holds, by purpose; "" where no share was asked for.
         kept_bytes: unswapped parameters that it counts.
-        tables: True if the config holds lookup tables in the tiers because there is no room for them beside the rest.
+        tables: lookup tables that the config holds in the tiers because there is no room for them beside the rest.
         traces: of the task, by `held_alike`.
     """
 
@@ -57,13 +57,13 @@ class GpuShare:
     note: str = ""
     kept_bytes: int = 0
     traces: Mapping[Hashable, Trace] = field(default_factory=dict)
-    tables: bool = False
+    tables: tuple[str, ...] = ()
 
     def noted(self, plan: Plan) -> Plan:
         """Return the plan with the note, and with the bytes that quantized files leave unswapped beyond it."""
         more = plan.kept_bytes - self.kept_bytes
         beyond = f"; the files leave {format_bytes(more)} more unswapped, beyond that" if more > 0 else ""
-        plan = noting_tables(plan) if self.tables else plan
+        plan = noting_tables(plan, self.tables)
         return replace(plan, notes=(*plan.notes, self.note + beyond)) if self.note else plan
 
 

@@ -1,13 +1,14 @@
 """VBEmbedding: an nn.Embedding whose table lives as planes in a tier stack.
 
-A forward reads and decodes the rows of its tokens in the tier of the table's pages: GPU, host memory or a file. The
-table itself does not move (`tiers/stack/row_lookup.py`). With a tied output head, both share one set of pages, which
-the head leases like any linear layer.
+A forward reads and decodes the rows of its tokens in the tier of the table's pages: GPU, host memory (if it is
+page-locked, a GPU's kernels read it in place) or a file. The table itself does not move (`tiers/stack/row_lookup.py`).
+With a tied output head, both share one set of pages, which the head leases like any linear layer.
 
 The table is frozen: there are no gradients, and arguments that only affect them (padding_idx, scale_grad_by_freq,
 sparse) have no effect. Autocast ignores lookups, as in torch.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from vbrt.formats import get_format
 from vbrt.formats.format import WeightPlanes
 from vbrt.formats.row_decoding import Rows, by_chunks, coarse_rows, exact_rows
 from vbrt.host.accelerator import is_device
+from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.host_rows import NEEDS, gather_rows
 from vbrt.kernels.observers import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.modules.compiled_forward import refuse_given_in_graph
@@ -29,7 +32,7 @@ from vbrt.layers.weights.kernel_selection import Kernels
 from vbrt.layers.weights.linear_product import kernels_of_pass, resting_product
 from vbrt.layers.weights.state import Weight
 from vbrt.layers.weights.weight_operators import TAGS, library, materialized
-from vbrt.tiers.stack.row_lookup import PageRows, page_rows
+from vbrt.tiers.stack.row_lookup import Gather, PageRows, page_rows
 
 __all__ = ["VBEmbedding"]
 
@@ -154,7 +157,9 @@ def _rows(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tens
     keys = handle.keys[:1] if kernels.precision == "coarse" else handle.keys
     if not keys:
         handle.lease()  # says why
-    pages = [page_rows(handle.stack, key) for key in keys]
+    in_place = handle.spec.by_rows and is_device(index_T) and _gathers(index_T.device)
+    gather = Gather(gather_rows, handle.owner.claim) if in_place else None
+    pages = [page_rows(handle.stack, key, gather) for key in keys]
     if not len(index_T):
         return torch.empty(0, spec.shape[1], dtype=handle.dtype, device=index_T.device)
     if spec.dense:
@@ -163,6 +168,11 @@ def _rows(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tens
         coarse, fine = map(_rows_of, pages)
         return exact_rows(_as_encoded(kernels, coarse), fine, get_format(spec.format), spec.shape, spec.dtype, index_T)
     return _coarse(handle, kernels, pages[0], index_T)
+
+
+@functools.cache
+def _gathers(device: torch.device) -> bool:
+    return not devices.refusal(device, NEEDS)
 
 
 def _rows_of(page: PageRows) -> Rows:

@@ -23,7 +23,7 @@ from vbrt.tiers.stack.slots import Level, Owner, Page, Slot, State
 
 __all__ = ["Homes"]
 
-_PUT = "kernels of a device cache read it where it lies; close the cache first"
+_PUT = "kernels of a device cache or of an embedding read it where it lies; close the cache or the model first"
 _PASSING_PAGES = 4  # slots left for streamed pages when a budget shrinks: two leased, two prefetched
 
 
@@ -254,8 +254,8 @@ class Homes:
         put = {key: slot.charge for key, slot in living.items() if slot.page.put}
         if sum(put.values()) > nbytes:
             raise TierError(
-                f"tiers.{level.tier.name}.budget = {nbytes}: {sum(put.values())} bytes belong to a device cache and "
-                "cannot move; resize or close the cache first"
+                f"tiers.{level.tier.name}.budget = {nbytes}: kernels of a device cache or of an embedding read "
+                f"{sum(put.values())} bytes in place, which cannot move; resize or close the cache first"
             )
         others = {key: slot.charge for key, slot in living.items() if key not in put}
         stay = _staying(others, nbytes - passing - sum(put.values()), with_cache=with_cache)

@@ -3,6 +3,8 @@
     rows = page_rows(stack, "embed_tokens#coarse")
     codes = rows.take("codes", index)         # entries of a field along its first dimension, from memory or a file
 
+    rows = page_rows(stack, key, Gather(kernel, owner.claim))     # pinned host memory is read by the GPU, in place
+
     with PagesAtHome(stack, keys) as (tensors,):    # whole pages, for the dense table
 
 There is no lease and no policy decision: traffic is the rows only, and no cached page is evicted. A lookup is a hit if
@@ -10,18 +12,33 @@ the page's home is the top tier, else a miss; the bytes of the rows count as mov
 home and the top tier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from vbrt.errors import TierError
 from vbrt.formats.page import DTYPES, Field, unpack
+from vbrt.host.accelerator import is_device
 from vbrt.host.host_memory import aligned
 from vbrt.tiers.stack.page_stack import PageStack
-from vbrt.tiers.stack.slots import Slot
+from vbrt.tiers.stack.slots import Claim, Slot
 
-__all__ = ["PageRows", "PagesAtHome", "page_rows"]
+__all__ = ["Gather", "PageRows", "PagesAtHome", "page_rows"]
+
+
+class Gather(NamedTuple):
+    """Kernel that reads rows of pinned host memory from a GPU.
+
+    Attributes:
+        rows: (table [N, ...] in pinned host memory, index int64 [n] on the GPU) -> entries [n, ...] on the GPU, without
+            waiting for the index.
+        claim: of the pages' owner: from the first lookup on, pages that the kernel reads stay where they are.
+    """
+
+    rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    claim: Claim
 
 
 class PageRows:
@@ -31,8 +48,8 @@ class PageRows:
         page: the page.
     """
 
-    def __init__(self, stack: PageStack, slot: Slot) -> None:
-        self.page, self._stack = slot.page, stack
+    def __init__(self, stack: PageStack, slot: Slot, gather: Gather | None = None) -> None:
+        self.page, self._stack, self._gather = slot.page, stack, gather
         self._copied: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._use(slot)
         self._fields = {field.name: field for field in slot.page.layout.fields}
@@ -84,6 +101,8 @@ class PageRows:
         tier = self._slot.level.tier
         if tier.memory:
             tensor = self._tensors[field.name]
+            if self._gather is not None and self.page.put is not None and is_device(index):
+                return self._gather.rows(tensor, index)
             return _taken(tensor, self._at(index, tensor.device))
         index, dtype, inner = self._at(index, torch.device("cpu")), DTYPES[field.dtype], field.shape[1:]
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < field.shape[0]:
@@ -126,23 +145,35 @@ class PagesAtHome:
         """Do nothing: no page is held."""
 
 
-def page_rows(stack: PageStack, key: str) -> PageRows:
+def page_rows(stack: PageStack, key: str, gather: Gather | None = None) -> PageRows:
     """Return a row reader of a page in its present home, and count a lookup.
 
     It stays usable while the page is rehomed; after retirement, `take` raises TierError if the page was a file.
 
+    Args:
+        gather: what reads a page in pinned host memory, if the indices are on a GPU; None: rows are copied, after
+            waiting for the indices.
+
     Raises:
-        TierError: the page was retired, the stack is closed, or the rows are not on the GPU under CUDA graph capture.
+        TierError: the page was retired, the stack is closed, or under CUDA graph capture, the rows must be copied.
     """
-    stack.capturing((key,))
     with stack.guard.lock:
         stack.ledger.check_open(key)
         page = stack.pages.get(key)
         if page is None:
             raise TierError(f"{key}: its page was retired: the layer holds another weight now; run the forward again")
         slot = stack.levels[page.home].slots[key]
+        if gather is not None and page.put is None and _is_pinned(slot):
+            stack.ledger.put(page, gather.claim)
         stack.decider.count_lookup(page)
-    return PageRows(stack, slot)
+    stack.capturing(() if page.put is not None else (key,))
+    return PageRows(stack, slot, gather)
+
+
+def _is_pinned(slot: Slot) -> bool:
+    """True if a GPU's kernels can read the slot's page in host memory."""
+    tier = slot.level.tier
+    return tier.memory and tier.device.type == "cpu" and slot.room.pinned
 
 
 def _taken(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
