@@ -349,6 +349,14 @@ class Terms:
         attachment = self._attachment()
         return attachment.lossless and attachment.settings.compute.exactness == "bits"
 
+    def make_room(self, nbytes: int) -> None:
+        """Have pages give way to so many bytes, which are about to be allocated, if they are in the way."""
+        self._attachment().runtime.follow_free_memory(nbytes)
+
+    def gives_way(self) -> bool:
+        """True while pages have less room than they were given."""
+        return self._attachment().runtime.gives_way
+
     def prepare(self, tokens: int) -> None:
         """Choose the weights that the CPU computes in steps of so many tokens."""
         self._attachment().hosting.follow(self._phase, tokens)

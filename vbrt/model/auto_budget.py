@@ -1,11 +1,13 @@
-"""Dynamic GPU budget for `tiers.gpu.budget = "auto"`: follows the GPU's free memory while models run."""
+"""Dynamic GPU budget for `tiers.gpu.budget = "auto"` and `gpu_memory`: follows the free memory, of the GPU and of the
+process's share of it, while models run."""
 
 import time
 
+from vbrt.config.budgets import CONTEXT_BYTES
 from vbrt.config.tier_records import TIERS
 from vbrt.host import accelerator
 from vbrt.host.logger import warn
-from vbrt.residency.plan import format_bytes
+from vbrt.residency.plan import GpuRoom, format_bytes
 from vbrt.residency.room_division import rebalanced
 
 __all__ = ["GpuBalance"]
@@ -18,16 +20,22 @@ _LOOKS = 500  # a poll takes at most 1/_LOOKS of the time
 class GpuBalance:
     """GPU budget controller: follows free memory, up to `wanted_bytes`.
 
-    The margin is the memory that `budget = "auto"` left free; it doubles after each out-of-memory error within a pass.
+    The margin is the memory that `budget = "auto"` left free, or that a share of the GPU has for temporary tensors; it
+    doubles after each out-of-memory error within a pass.
+
+    Args:
+        wanted_bytes: the budget.
+        room: the share; None: the whole GPU.
 
     Attributes:
         active: False once a budget change failed: then the budget stays.
         fallbacks: messages for users, for `stats()`.
     """
 
-    def __init__(self, wanted_bytes: int) -> None:
-        self.wanted_bytes, self.fallbacks, self.active = wanted_bytes, [], True
-        self.margin_bytes = wanted_bytes * (100 - TIERS["gpu"].auto_percent) // TIERS["gpu"].auto_percent
+    def __init__(self, wanted_bytes: int, room: GpuRoom | None = None) -> None:
+        self.wanted_bytes, self.fallbacks, self.active, self._room = wanted_bytes, [], True, room
+        auto = wanted_bytes * (100 - TIERS["gpu"].auto_percent) // TIERS["gpu"].auto_percent
+        self.margin_bytes = auto if room is None else room.passing_bytes
         self._next_look = 0.0
         self._ran_out = _times_out_of_memory()
 
@@ -35,9 +43,13 @@ class GpuBalance:
         """True if the next poll is due; a poll takes about a millisecond."""
         return time.monotonic() >= self._next_look
 
-    def wanted_now(self, budget_bytes: int, page_bytes: int) -> int:
-        """Return the budget that free memory allows now, at most the bytes of all pages."""
+    def wanted_now(self, budget_bytes: int, page_bytes: int, ahead_bytes: int = 0) -> int:
+        """Return the budget that free memory allows now, at most the bytes of all pages; `ahead_bytes` of what is free
+        are about to be taken."""
         wanted, free = min(self.wanted_bytes, page_bytes), accelerator.mem_get_info()[0]
+        if self._room is not None:
+            free = min(free, self._room.limit_bytes - CONTEXT_BYTES - accelerator.memory_reserved())
+        free -= ahead_bytes
         ran_out = _times_out_of_memory() > self._ran_out
         if budget_bytes >= wanted and free >= self.margin_bytes // 2 and not ran_out:
             return budget_bytes  # most passes: torch's allocator stats cost more
@@ -59,12 +71,16 @@ class GpuBalance:
         shortage = max(self.margin_bytes, 2 * self.margin_bytes - free_bytes)
         self.margin_bytes *= 2
         left = format_bytes(self.margin_bytes)
-        self.fallbacks = [f'GPU memory ran out in a pass: tiers.gpu.budget = "auto" leaves {left} free from now on']
+        self.fallbacks = [f"GPU memory ran out in a pass: {self._what} leaves {left} free from now on"]
         return max(0, budget_bytes - shortage)
+
+    @property
+    def _what(self) -> str:
+        return 'tiers.gpu.budget = "auto"' if self._room is None else "the budget of pages within gpu_memory"
 
     def stop(self, error: Exception) -> None:
         """Stop following, and warn once that the budget stays."""
-        reason = f'tiers.gpu.budget = "auto" stays as it is although GPU memory is short: {error}'
+        reason = f"{self._what} stays as it is although GPU memory is short: {error}"
         self.fallbacks.append(reason)
         self.active = False
         warn(reason, stacklevel=2)

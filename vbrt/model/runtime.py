@@ -48,7 +48,7 @@ class Runtime:
         stack: the tiers with their pages.
         settings: config with the valid sections `tiers` and `policy`; budgets as last requested.
         budgets: bytes of each tier, the computing one first.
-        balance: controller of `tiers.gpu.budget = "auto"`; None for any other budget.
+        balance: controller of `tiers.gpu.budget = "auto"` and of a budget within `gpu_memory`; None for any other.
         caches: KV caches in the tiers.
     """
 
@@ -68,9 +68,10 @@ class Runtime:
             TierError: the ssd tier's directory cannot be used.
         """
         runtime = cls(build_stack(plan, config, policy), config, plan.budgets)
-        follows = config.tiers.gpu.budget == "auto" and not config.tiers.cpu.shared  # ranks' budgets must stay equal
+        follows = config.tiers.gpu.budget == "auto" or plan.gpu_room is not None
+        follows = follows and not config.tiers.cpu.shared  # ranks' budgets must stay equal
         if "gpu" in plan.budgets and follows and plan.page_bytes:
-            runtime.balance = GpuBalance(plan.budgets["gpu"])
+            runtime.balance = GpuBalance(plan.budgets["gpu"], plan.gpu_room)
         return runtime
 
     def __deepcopy__(self, memo: dict) -> "Runtime":
@@ -258,11 +259,18 @@ class Runtime:
         with self.stack.encoding:
             attach_stores(self.stack, self.settings, self.budgets)
 
-    def follow_free_memory(self) -> None:
-        """Lower or raise the GPU budget by the free memory, for `budget = "auto"`."""
+    def follow_free_memory(self, ahead_bytes: int = 0) -> None:
+        """Lower or raise the GPU budget by the free memory, for `budget = "auto"` and `gpu_memory`; `ahead_bytes` are
+        about to be allocated."""
         balance = self.balance
-        if balance is not None and balance.active and balance.due():
-            _follow(self, balance)
+        if balance is not None and balance.active and (ahead_bytes or balance.due()):
+            _follow(self, balance, ahead_bytes)
+
+    @property
+    def gives_way(self) -> bool:
+        """True while pages have less room than they were given, as other memory has needed it."""
+        balance = self.balance
+        return balance is not None and _used_bytes(self) < min(balance.wanted_bytes, self.page_bytes)
 
     def make_room(self) -> bool:
         """Lower the GPU budget after an out-of-memory error; True if that worked, so that the pass can be retried."""
@@ -275,15 +283,15 @@ class Runtime:
         return self.budgets["gpu"] < before
 
 
-def _follow(runtime: Runtime, balance: GpuBalance) -> None:
+def _follow(runtime: Runtime, balance: GpuBalance, ahead_bytes: int = 0) -> None:
     begun, used = time.monotonic(), _used_bytes(runtime)
-    nbytes = max(runtime.largest_layer_bytes, balance.wanted_now(used, runtime.page_bytes))
+    nbytes = max(runtime.largest_layer_bytes, balance.wanted_now(used, runtime.page_bytes, ahead_bytes))
     balance.looked(time.monotonic() - begun)
     if nbytes == used:
         return
     config = load_config(runtime.settings, tiers={"gpu": {"budget": nbytes}})
     try:
-        runtime._resize("gpu", config, keep_settings=True)  # still "auto"
+        runtime._resize("gpu", config, keep_settings=True)
     except (ConfigError, TierError) as error:
         balance.stop(error)
 

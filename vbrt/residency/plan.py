@@ -13,11 +13,22 @@ from vbrt.config.tier_records import TIERS
 from vbrt.errors import NoRoomError
 from vbrt.host.terminal import text_width
 from vbrt.residency.byte_text import format_bytes
-from vbrt.residency.plan_data import Beside, PageSpec, PlanData, Skip, Swap, lease_bytes, leased_pages
+from vbrt.residency.plan_data import Beside, GpuRoom, PageSpec, PlanData, Skip, Swap, lease_bytes, leased_pages
 from vbrt.residency.plan_text import plan_lines
 from vbrt.residency.room_division import spread
 
-__all__ = ["Beside", "PageSpec", "Plan", "Skip", "Swap", "format_bytes", "leased_pages", "place", "with_whole_pages"]
+__all__ = [
+    "Beside",
+    "GpuRoom",
+    "PageSpec",
+    "Plan",
+    "Skip",
+    "Swap",
+    "format_bytes",
+    "leased_pages",
+    "place",
+    "with_whole_pages",
+]
 
 
 @dataclass(frozen=True, slots=True)

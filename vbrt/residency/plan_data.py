@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vbrt.config.format_records import FORMATS
 from vbrt.residency.weight_site import WeightSite
 
-__all__ = ["Beside", "PageSpec", "PlanData", "Skip", "Swap", "lease_bytes", "leased_pages"]
+__all__ = ["Beside", "GpuRoom", "PageSpec", "PlanData", "Skip", "Swap", "lease_bytes", "leased_pages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,14 @@ class Beside:
     layers: tuple[tuple[PageSpec, ...], ...]
 
 
+class GpuRoom(NamedTuple):
+    """Share of a GPU that a process has asked for: all its bytes there, and those of them that a pass takes for a
+    while."""
+
+    limit_bytes: int
+    passing_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class PlanData:
     """Fields of a `Plan`, and totals over them."""
@@ -189,6 +197,7 @@ class PlanData:
     mode: str = "infer"
     warnings: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
+    gpu_room: GpuRoom | None = None
 
     @property
     def compute_tier(self) -> str:

@@ -9,8 +9,12 @@ import torch
 import vbrt
 from tests.generation.families import FAMILIES, MASK, PROMPT, SIZES, tiny
 from tests.matrix import matrix
+from vbrt.config.budgets import CONTEXT_BYTES
+from vbrt.host import accelerator
 from vbrt.kernels.cuda import compiling, devices
 from vbrt.kernels.cuda.launch_table import WIDE, choose
+from vbrt.model.auto_budget import GpuBalance
+from vbrt.residency.plan import GpuRoom
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:vbrt.wrap")]
@@ -183,6 +187,28 @@ def test_a_budget_and_another_implementation_are_followed_where_the_gpu_decides(
         model.set_experts_implementation("eager")
     x = torch.randn(1, 3, 256, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(vb.module.model.layers[1].mlp(x), plain.model.layers[1].mlp(x))
+
+
+def test_experts_give_way_to_a_growing_context_and_come_back(monkeypatch):
+    vb = streamed(mixed(), 9)
+    first, budget, page = generated(vb), vb.plan.budgets["gpu"], 196608
+    vb.runtime.balance = balance = GpuBalance(budget, GpuRoom(CONTEXT_BYTES + budget + 2 * page, 2 * page))
+    monkeypatch.setattr("vbrt.model.auto_budget._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("vbrt.model.auto_budget._LOOKS", 0)
+    monkeypatch.setattr(accelerator, "memory_reserved", lambda: vb.plan.budgets["gpu"])
+    monkeypatch.setattr(accelerator, "memory_allocated", lambda: vb.plan.budgets["gpu"])
+    seen = []
+    resize = type(vb.runtime)._resize
+    monkeypatch.setattr(type(vb.runtime), "_resize", lambda *a, **k: seen.append(resize(*a, **k)) or seen[-1])
+    vb.module.generate.steps.release()  # as after a growth beyond the static memory
+    monkeypatch.setattr("vbrt.generation.capture.session.room_bytes", lambda cache, limit: 6 * page)
+    assert torch.equal(generated(vb).sequences, first.sequences)
+    assert seen == [budget - 6 * page]  # before the memory was taken
+    monkeypatch.setattr("vbrt.generation.capture.session.room_bytes", lambda cache, limit: 0)
+    assert torch.equal(generated(vb).sequences, first.sequences)
+    assert seen[1:] == [budget] and balance.active and not balance.fallbacks
+    steps = vb.stats().steps
+    assert (steps.captured, steps.eager) == (33, 0), steps.reasons
 
 
 def test_experts_that_the_host_leases_keep_steps_eager_and_are_named():

@@ -11,6 +11,7 @@ from tests import models
 from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.capture.session import KEEPS_BITS
+from vbrt.generation.generate import Terms
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:vbrt.wrap")
@@ -293,3 +294,23 @@ def test_the_first_call_has_the_bits_of_the_next_ones(family, format, dtype, com
     for other in others:
         assert torch.equal(first.sequences, other.sequences)
         assert all(map(torch.equal, first.logits, other.logits))
+
+
+def test_a_growing_cache_asks_for_room_before_it_takes_memory_and_gives_it_back(monkeypatch):
+    vb, asked, way = wrapped(), [], []
+    monkeypatch.setattr(Terms, "make_room", lambda self, nbytes: asked.append((nbytes, len(steps_of(vb).kept))))
+    monkeypatch.setattr(Terms, "gives_way", lambda self: bool(way))
+    generated(vb)
+    statics = steps_of(vb).kept[0].statics
+    assert asked == [(sum(tensor.nbytes for tensor in statics.tensors()) - statics.position.nbytes, 0)]
+    generated(vb)
+    assert len(asked) == 1  # static memory is kept
+    way.append(True)
+    generated(vb)
+    assert not steps_of(vb).kept
+    generated(vb)
+    assert len(asked) == 2
+
+
+def steps_of(vb):
+    return vb.module.generate.steps

@@ -28,7 +28,7 @@ from vbrt.host import accelerator
 from vbrt.model.machine_memory import this_machine
 from vbrt.model.planner import make_plan, noting_tables, with_tables_if_needed
 from vbrt.residency.byte_text import format_bytes
-from vbrt.residency.plan import Plan
+from vbrt.residency.plan import GpuRoom, Plan
 
 __all__ = ["SLACK", "GpuShare", "besides", "endless", "leased_bytes", "settle_budget", "share_of"]
 
@@ -51,6 +51,7 @@ class GpuShare:
         kept_bytes: unswapped parameters that it counts.
         tables: lookup tables that the config holds in the tiers because there is no room for them beside the rest.
         traces: of the task, by `held_alike`.
+        room: the share; None where none was asked for.
     """
 
     config: VBConfig
@@ -58,12 +59,13 @@ class GpuShare:
     kept_bytes: int = 0
     traces: Mapping[Hashable, Trace] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
+    room: GpuRoom | None = None
 
     def noted(self, plan: Plan) -> Plan:
         """Return the plan with the note, and with the bytes that quantized files leave unswapped beyond it."""
         more = plan.kept_bytes - self.kept_bytes
         beyond = f"; the files leave {format_bytes(more)} more unswapped, beyond that" if more > 0 else ""
-        plan = noting_tables(plan, self.tables)
+        plan = replace(noting_tables(plan, self.tables), gpu_room=self.room)
         return replace(plan, notes=(*plan.notes, self.note + beyond)) if self.note else plan
 
 
@@ -125,18 +127,20 @@ def _share_of(bare: nn.Module, config: VBConfig, *, machine: Machine, task: Task
         found = _estimate(bare, task, tried, much, traces)
         takes = {"pages": _page_bytes(found)} | fixed | besides(found)
         if sum(takes.values()) <= room:
-            fitting = tried, found.plan.kept_bytes, takes
+            fitting = tried, found, takes
             if budget == every or room - sum(takes.values()) <= _UNUSED * room:
                 break
     if fitting is None:
         raise NoRoomError(_too_small(config, task, takes, room))
-    settled, kept_bytes, takes = fitting
+    settled, found, takes = fitting
     held = f"; {format_bytes(free)} of it are free now" if free < asked else ""
     note = (
         f"gpu_memory = {shown(config.gpu_memory)} ({format_bytes(asked)}){held}: an estimated "
         f"{format_bytes(sum(takes.values()))} at {_tokens(task)}: {_listed(takes)}"
     )
-    return GpuShare(replace(settled, source=config.source), note, kept_bytes, traces)
+    passing = sum(row.nbytes for row in found.rows if row.name == "temporaries" and row.tier == found.compute_tier)
+    settled = replace(settled, source=config.source)
+    return GpuShare(settled, note, found.plan.kept_bytes, traces, room=GpuRoom(asked, passing))
 
 
 def besides(found: Estimate) -> dict[str, int]:

@@ -72,6 +72,12 @@ class Terms(Protocol):
     def kind(self) -> object:
         """Return the kind of the thread's steps, by phase and precision; captures of each kind are kept apart."""
 
+    def make_room(self, nbytes: int) -> None:
+        """Have pages give way to so many bytes, which are about to be allocated, if they are in the way."""
+
+    def gives_way(self) -> bool:
+        """True while pages have less room than they were given."""
+
     def prepare(self, tokens: int) -> None:
         """Settle what steps of so many tokens compute with; it may change `moment`."""
 

@@ -40,7 +40,15 @@ from vbrt.generation.capture.captured_step import (
 from vbrt.generation.capture.model_fingerprint import attributes, changed, fingerprint, why_eager
 from vbrt.generation.capture.mutation_watch import Watch
 from vbrt.generation.capture.step_io import Call, cache_in, ids_in, new_tokens, take_apart
-from vbrt.generation.static.cache_kinds import EMPTY, NotRecordable, cache_form, layers_of, length_of, why_not
+from vbrt.generation.static.cache_kinds import (
+    EMPTY,
+    NotRecordable,
+    cache_form,
+    layers_of,
+    length_of,
+    room_bytes,
+    why_not,
+)
 from vbrt.generation.static.length_buckets import span_of
 from vbrt.generation.static.static_cache import Statics, is_entered, leave, offer, own, withdraw
 from vbrt.host.logger import warn
@@ -206,6 +214,7 @@ class Steps:
         if kept is None:
             while len(self._kept) >= _KEPT:
                 self._kept.popitem(last=False)[1].release()
+            self._terms.make_room(room_bytes(cache, limit))
             kept = Kept(cache, limit, self._terms)
         self._kept[key] = kept
         kept.statics.enter(cache)
@@ -295,9 +304,11 @@ class Steps:
         recording.compared.add(behind)
 
     def end_call(self) -> None:
-        """Drop references to the call's tensors."""
+        """Drop references to the call's tensors; static memory that pages have given way to is not kept."""
         for kept in self.kept:
             kept.end_call()
+        if self._kept and self._terms.gives_way():
+            self.release()
 
     def release(self) -> None:
         """Free all graphs and static caches; the next step captures anew."""

@@ -24,6 +24,7 @@ __all__ = [
     "linear_layer",
     "memory_of",
     "read",
+    "room_bytes",
     "room_wanted",
     "tensors_of",
     "why_not",
@@ -153,6 +154,19 @@ def memory_of(cache: Any) -> Iterator[Tensor]:
 def room_wanted(cache: Any, limit: int | None) -> int:
     """Return the token capacity for `Statics` of a cache."""
     return room_for(length_of(cache) or 0, limit)
+
+
+def room_bytes(cache: Any, limit: int | None) -> int:
+    """Return the bytes of `Statics` of a cache, at most: layers with a sliding window take less."""
+    room = room_wanted(cache, limit)
+    held = (
+        read(layer, name)
+        for layer in layers_of(cache)
+        if grows(cache, layer)
+        for name in tensors_of(layer)
+        if name[0] in OWN[:2]
+    )
+    return sum(tensor.nbytes // max(1, tensor.shape[2]) * room for tensor in held)
 
 
 def read(layer: Any, name: tuple[str, Any]) -> Tensor:
