@@ -1,4 +1,4 @@
-"""Gradients through frozen routed experts: of hidden states, routing weights, biases and norms.
+"""Gradients through frozen routed experts: of hidden states, routing weights, biases, norms and adapters' factors.
 
 Nothing of the weights' size is saved. The backward pass leases the pages again, in chunks like a scan, and recomputes
 each chunk's contribution on decoded weights, by the implementation that the module's config names.
@@ -18,30 +18,43 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from vbrt.errors import WrapError
+from vbrt.layers.experts.adapted_experts import Adapters, adapters_of, with_adapters
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, LeasedExperts
 from vbrt.layers.experts.run_experts import chunks_of, run_experts
 from vbrt.layers.experts.touched_experts import Routed, local_ids, pairs_of, touched_experts
 from vbrt.layers.weights.linear_product import pass_precision, precision
+from vbrt.libraries.peft_api import Factors
 
 __all__ = ["autocast_of", "forward_experts", "kept_parameters"]
 
 
 def forward_experts(layer: ExpertsModule, *args: Any) -> Tensor:
     """Return the layer's output for its arguments; gradients flow to x, the routing weights and kept parameters."""
-    routed = Routed(*args)
+    routed, adapters = Routed(*args), adapters_of(layer)
     layer.handle.forwards += 1
     if torch.is_grad_enabled():
         kept = kept_parameters(layer)
-        if routed.x.requires_grad or routed.weights.requires_grad or any(p.requires_grad for p in kept.values()):
-            y = _Recomputed.apply(layer, tuple(kept), routed.ids, routed.x, routed.weights, *kept.values())
+        terms = [(name, term.scale) for name, of in adapters.items() for term in of]
+        factors = [factor for of in adapters.values() for term in of for factor in (term.left, term.right)]
+        inputs = (routed.x, routed.weights, *kept.values(), *factors)
+        if any(tensor.requires_grad for tensor in inputs):
+            y = _Recomputed.apply(layer, (tuple(kept), terms), routed.ids, *inputs)
             beside = getattr(type(layer), "beside_experts", None)
             if beside is None:
                 return y
             added = beside(layer, routed)  # is in y: only its gradient counts
             return y + (added - added.detach())
     with torch.no_grad():
-        return run_experts(layer, routed)
+        return run_experts(layer, routed, adapters=adapters)
+
+
+def _adapters_of(terms: Sequence[tuple[str, float]], factors: Sequence[Tensor]) -> Adapters:
+    """Return the terms of adapters, given their names and scales, and the factors of all."""
+    adapters: dict[str, list[Factors]] = {}
+    for (name, scale), left, right in zip(terms, factors[::2], factors[1::2], strict=True):
+        adapters.setdefault(name, []).append(Factors(left, right, scale))
+    return adapters
 
 
 def kept_parameters(layer: nn.Module) -> dict[str, Tensor]:
@@ -64,13 +77,27 @@ class _Recomputed(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: ExpertsModule, names: tuple[str, ...], ids: Tensor, x: Tensor, weights: Tensor, *kept: Tensor
+        ctx: Any,
+        layer: ExpertsModule,
+        named: tuple[tuple[str, ...], Sequence[tuple[str, float]]],
+        ids: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        *others: Tensor,
     ) -> Tensor:
-        ctx.layer, ctx.handle, ctx.generation, ctx.names = layer, layer.handle, layer.handle.generation, names
+        """named: the kept parameters, and the adapters' terms with their scales; others: these parameters, and two
+        factors of each term."""
+        ctx.layer, ctx.handle, ctx.generation, (ctx.names, ctx.terms) = (
+            layer,
+            layer.handle,
+            layer.handle.generation,
+            named,
+        )
         ctx.autocast, ctx.precision = autocast_of(x.device.type), pass_precision()
         _, ctx.implementation = implementation_of(layer)
-        ctx.save_for_backward(ids, x, weights, *kept)
-        return run_experts(layer, Routed(x, ids, weights), fetches=True)
+        ctx.save_for_backward(ids, x, weights, *others)
+        adapters = _adapters_of(ctx.terms, others[len(ctx.names) :])
+        return run_experts(layer, Routed(x, ids, weights), fetches=True, adapters=adapters)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,7 +105,8 @@ class _Recomputed(Function):
         again = torch.is_grad_enabled()  # for the derivative of a derivative
         if not again:
             inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
-        inputs[2:] = _read_by_modules(ctx, inputs[2:])
+        kept = slice(2, 2 + len(ctx.names))
+        inputs[kept] = _read_by_modules(ctx, inputs[kept])
         needed = ctx.needs_input_grad[3:]
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         sums: list[Tensor | None] = [None] * len(wanted)
@@ -103,13 +131,15 @@ def _rows(ctx: Any, leased: LeasedExperts, ids: Tensor, inputs: Sequence[Tensor]
 
     Where gradients are enabled, for a later derivative, it holds no view of the leased pages.
     """
-    spec, (x, weights, *kept) = ctx.handle.spec, inputs
+    spec, (x, weights, *others) = ctx.handle.spec, inputs
+    kept, factors = others[: len(ctx.names)], others[len(ctx.names) :]
     held = leased.parameters()
     if torch.is_grad_enabled():
         held = {name: weight.clone() for name, weight in held.items()}
     local_Tk = local_ids(ids, spec.experts, list(leased.experts))
     pairs_P, k = pairs_of(local_Tk, len(leased.experts)), local_Tk.shape[1]
     with torch.enable_grad():
+        held = with_adapters(held, _adapters_of(ctx.terms, factors), leased.experts)
         held |= _of_experts(dict(zip(ctx.names, kept, strict=True)), leased.experts)
         view = ExpertsView(ctx.layer, held, None)
         view.num_experts = len(leased.experts)

@@ -4,9 +4,10 @@ The class is a mixin in front of the module's own, so isinstance checks hold. Th
 temporaries if pages cannot be used (under a tracer, or with given weights).
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.compiler import is_compiling
 
 from vbrt.host.logger import warn
 from vbrt.kernels.observers import is_bare, unwatched
-from vbrt.kernels.operator_trace import recorder
+from vbrt.kernels.operator_trace import StepRefused, recorder
+from vbrt.layers.experts.adapted_experts import adapters_of, adapting
 from vbrt.layers.experts.expert_gradients import forward_experts
 from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.layers.experts.run_experts import plain_forward
@@ -23,6 +25,7 @@ from vbrt.layers.modules.held import HeldLayer
 from vbrt.layers.modules.training_warnings import warn_of_training
 from vbrt.layers.rebind_forward import rebind_
 from vbrt.layers.weights.weight_shards import take_local_
+from vbrt.libraries.peft_api import Factors, asks_for_parameters, serve_parameters
 from vbrt.residency.plan import format_bytes
 
 __all__ = ["VBExperts", "encoded_forward", "experts_class"]
@@ -33,6 +36,8 @@ def encoded_forward(layer: "VBExperts", *args: Any) -> torch.Tensor:
     if is_bare(args[0]):
         return forward_experts(layer, *args)
     step = recorder()
+    if step is not None and adapters_of(layer):
+        raise StepRefused(f"{layer.handle.spec.name}: adapters add to its experts for the time of a call")
     return plain_forward(layer, *args) if step is None else step.leaf(encoded_forward, layer, *args)
 
 
@@ -44,6 +49,7 @@ class VBExperts(HeldLayer):
     """
 
     _vb_handle: ExpertsHandle
+    _vb_adapted = 0  # adapters of calls that are under way
 
     @classmethod
     def adopt_(cls, module: nn.Module, handle: ExpertsHandle) -> "VBExperts":
@@ -53,6 +59,7 @@ class VBExperts(HeldLayer):
         module.__class__ = experts_class(cls, type(module), parameters)
         rebind_(module, type(module))
         module.__dict__["_vb_handle"] = handle
+        serve_parameters()  # adapters may be there already
         handle.adopt(module, {name: module._parameters[name] for name in parameters})
         module._parameters.update(dict.fromkeys(parameters))
         return module
@@ -116,13 +123,48 @@ class VBExperts(HeldLayer):
     def _vb_forward(self, *args: Any) -> torch.Tensor:
         """Output of the module, from pages unless weights are given."""
         if is_compiling():
-            return torch.ops.vbrt.experts(*args, self._vb_handle.token)
+            return (
+                self._vb_uncompiled(*args) if self._vb_adapted else torch.ops.vbrt.experts(*args, self._vb_handle.token)
+            )
         self.notice_writes()
         if self._is_given():
             return plain_forward(self, *args)
         if not self.materialized:
             self.materialize_()
         return encoded_forward(self, *args)
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that are not in the tiers; for PEFT's `target_parameters`, which are found by name, also
+        stand-ins of those that are."""
+        asked = not recurse and asks_for_parameters()
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        for name in self._vb_handle.spec.parameters if asked else ():
+            if self._parameters[name] is None:
+                yield f"{prefix}.{name}".lstrip("."), nn.Parameter(self.stand_in(name), requires_grad=False)
+
+    def stand_in(self, name: str) -> torch.Tensor:
+        """Return a tensor of a parameter's shape, dtype and device, without its memory."""
+        handle = self._vb_handle
+        one = torch.zeros(1, dtype=handle.dtype, device=handle.device)
+        return one.expand(handle.spec.site_of(name).kept_shape)
+
+    @contextlib.contextmanager
+    def adapting(self, name: str, factors: Sequence[Factors]) -> Iterator[None]:
+        """Context in which this thread's forwards add low-rank terms to a parameter; compiled graphs break there."""
+        self.__dict__["_vb_adapted"] = self._vb_adapted + 1
+        try:
+            with adapting(self, name, factors):
+                yield
+        finally:
+            self.__dict__["_vb_adapted"] = self._vb_adapted - 1
+
+    @torch.compiler.disable
+    def _vb_uncompiled(self, *args: Any) -> torch.Tensor:
+        return self._vb_forward(*args)
 
     # -- the weights --------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.kernels.frozen_product import as_autocast
+from vbrt.layers.experts.adapted_experts import AdaptedLease, Adapters, adapters_of, with_adapters
 from vbrt.layers.experts.gathered_experts import (
     Heard,
     batched,
@@ -40,7 +41,7 @@ from vbrt.layers.experts.leased_experts import resident_pages
 from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
 from vbrt.layers.experts.library_product import LibraryProduct
 from vbrt.layers.experts.prompt_ring import chunks
-from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
+from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights, LeasedExperts
 from vbrt.layers.experts.residency_owner import CachedLayer, HostOperands, HostRows
 from vbrt.layers.experts.touched_experts import Routed, touched_experts
 from vbrt.layers.weights.linear_product import pass_precision
@@ -59,6 +60,7 @@ class _Call:
     Attributes:
         scan: True if there are at least as many pairs as experts: nearly all experts are touched.
         fetches: missed experts are fetched, whatever `experts.miss` says.
+        adapters: terms that are added to the weights.
     """
 
     layer: ExpertsModule
@@ -67,20 +69,26 @@ class _Call:
     precision: str
     scan: bool
     fetches: bool
+    adapters: Adapters
 
 
-def run_experts(layer: ExpertsModule, routed: Routed, *, fetches: bool = False) -> Tensor:
+def run_experts(
+    layer: ExpertsModule, routed: Routed, *, fetches: bool = False, adapters: Adapters | None = None
+) -> Tensor:
     """Return the output of a layer, without gradients.
 
     Args:
         fetches: missed experts are fetched, whatever `experts.miss` says.
+        adapters: terms that are added to the weights, which are decoded then.
     """
     handle = layer.handle
     recorder = handle.stack.guard.routing
     if recorder is not None:
         recorder.note(handle.spec.name, routed.ids.tolist())
     scan = routed.ids.numel() >= handle.spec.experts
-    call = _Call(layer, handle, routed, pass_precision(), scan, fetches)
+    call = _Call(layer, handle, routed, pass_precision(), scan, fetches or bool(adapters), adapters or {})
+    if call.adapters:
+        return _leased(call)
     y = _decided_by_device(call)
     if y is None:
         y = _resident(call)
@@ -208,19 +216,24 @@ def _in_chunks(call: _Call, touched: Sequence[int]) -> Tensor:
     """Output by as many leases as the budget requires."""
     handle, precision = call.handle, call.precision
     lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
-    product = LibraryProduct(call.layer, call.routed) if lossless else KernelsProduct(call.layer, call.routed)
+    decoded = lossless or bool(call.adapters)
+    product = LibraryProduct(call.layer, call.routed) if decoded else KernelsProduct(call.layer, call.routed)
     leases = list(chunks_of(handle, touched, scan=call.scan, precision=precision))
     if (call.scan or len(leases) > 1) and not handle.stack.at_rest:
         handle.stack.announce(handle.keys_of(touched, precision))
-    if len(leases) == 1 and (lossless or not call.scan) and not product.only_in_turn:
+    if len(leases) == 1 and (decoded or not call.scan) and not product.only_in_turn:
         with handle.lease(leases[0], precision) as leased:
-            return product.whole(leased)
-    if product.in_order:
+            return product.whole(_adapted(leased, call))
+    if product.in_order and not call.adapters:
         return product.in_turn(leases, precision)
     for chunk in leases:
         with handle.lease(chunk, precision) as leased:
-            product.add(leased)
+            product.add(_adapted(leased, call))
     return product.result()
+
+
+def _adapted(leased: LeasedExperts, call: _Call) -> LeasedExperts | AdaptedLease:
+    return AdaptedLease(leased, call.adapters) if call.adapters else leased
 
 
 def _beside_host(layer: ExpertsModule, routed: Routed, operands: HostOperands, work: HostRows) -> Tensor:
@@ -279,5 +292,9 @@ def plain_forward(layer: ExpertsModule, *args: Any) -> Tensor:
             )
             for site in handle.spec.sites
         }
-        return forward(ExpertsView(layer, weights, None), *args)
+        return forward(ExpertsView(layer, with_adapters(weights, adapters_of(layer), None), None), *args)
+    adapters = adapters_of(layer)
+    if adapters:
+        given = {name: getattr(layer, name) for name in adapters}
+        return forward(ExpertsView(layer, with_adapters(given, adapters, None), None), *args)
     return forward(layer, *args)
