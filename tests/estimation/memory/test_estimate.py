@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
@@ -21,7 +22,7 @@ from vbrt.estimation.advice.step_time import Speed, predict
 from vbrt.estimation.memory.estimate_report import records
 from vbrt.estimation.memory.expert_workspace import HeldExperts, experts_at_once
 from vbrt.estimation.memory.extrapolation import STAGES
-from vbrt.estimation.memory.gpu_operator_sizes import _by_definition
+from vbrt.estimation.memory.gpu_operator_sizes import _by_definition, gpu_sizes
 from vbrt.estimation.memory.live_bytes import Meter
 from vbrt.estimation.memory.option_savings import with_and_without
 from vbrt.estimation.memory.traced_checkpointing import asked_of
@@ -412,6 +413,19 @@ def test_attention_with_a_bias_is_counted_as_torch_computes_it():
             _by_definition(*fakes)
     assert max(meter.peaks.values()) == pytest.approx(allocated(real), rel=0.002)
     assert torch.equal(_by_definition(q, k, v, bias), real())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_boolean_mask_is_counted_as_the_bias_that_torch_makes_of_it(trains):
+    with FakeTensorMode(), torch.set_grad_enabled(trains):
+        q = torch.empty(1, 4, 2048, 64, dtype=torch.bfloat16, requires_grad=trains)
+        mask, meter = torch.ones(1, 1, 2048, 2048, dtype=torch.bool), Meter()
+        meter.leave_out((q, mask))
+        with gpu_sizes("flash", (), meter), meter:
+            out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        bias, rows = 2 * mask.numel(), 4 * 4 * 2048
+        assert meter.peaks[""] == bias + out.nbytes + rows  # an H200: 2.258 bytes a score
+        assert meter.total == out.nbytes + trains * (bias + rows)
 
 
 def experts_bytes(found: vbrt.Estimate) -> int:

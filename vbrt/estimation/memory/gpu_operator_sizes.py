@@ -26,21 +26,25 @@ _ROWS = 128  # rows per block; sizes are rounded up to it
 
 
 class _Fused(torch.autograd.Function):
-    """Allocations of softmax(q kᵀ) v; q [B, H, S, D], k and v [B, Hk, T, D]; `meter` counts its FLOPs."""
+    """Allocations of softmax(q kᵀ) v; q [B, H, S, D], k and v [B, Hk, T, D]; `meter` counts its FLOPs.
+
+    torch adds a boolean mask as a bias in the queries' dtype, which the backward reads.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, meter: Meter, causal: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, meter: Meter, causal: bool) -> Tensor:
         ctx.meter, ctx.flops = meter, 4 * q.numel() * k.shape[-2] // (2 if causal else 1)
         meter.add_flops(q.dtype, ctx.flops, "attention")
+        bias = None if mask is None else torch.empty_like(mask, dtype=q.dtype)
         heads, rows = q.shape[-3:-1]  # laid out as [B, S, H, D], contiguous for the output projection
         out = q.new_empty((*q.shape[:-3], rows, heads, v.shape[-1])).transpose(-3, -2)
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, bias)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
+        q, k, v, *_ = ctx.saved_tensors
         ctx.meter.add_flops(q.dtype, 5 * ctx.flops // 2, "attention")  # 5 matmuls, the forward has 2
         grad = grad.contiguous()
         rows = -(-q.shape[-2] // _ROWS) * _ROWS
@@ -49,7 +53,7 @@ class _Fused(torch.autograd.Function):
         dq = torch.empty_like(q)
         shared = q.ndim == 4 and q.shape[1] != k.shape[1]
         _every = [x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v) if shared]
-        return dq, torch.empty_like(k), torch.empty_like(v), None, None
+        return dq, torch.empty_like(k), torch.empty_like(v), None, None, None
 
 
 class _Rounded(torch.autograd.Function):
@@ -114,7 +118,7 @@ def _sized_attention(plain: Callable[..., Tensor], kernel: str, meter: Meter) ->
             dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
             return _biased(query, key, value, mask, dropout)
         if kernel == "flash" and query.ndim >= 3:
-            return _Fused.apply(query, key, value, meter, kwargs.get("is_causal", False))
+            return _Fused.apply(query, key, value, mask, meter, kwargs.get("is_causal", False))
         with sdpa_kernel(SDPBackend.MATH):
             return plain(query, key, value, *args, **kwargs)
 
