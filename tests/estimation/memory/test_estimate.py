@@ -428,6 +428,19 @@ def test_a_boolean_mask_is_counted_as_the_bias_that_torch_makes_of_it(trains):
         assert meter.total == out.nbytes + trains * (bias + rows)
 
 
+@pytest.mark.parametrize("name", ["gather", "scatter", "scatter_add"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_in_int32_are_counted_with_their_copies_in_int64(name, dtype):
+    x, index = torch.ones(64, 512), torch.zeros(64, 256, dtype=dtype)
+    source = () if name == "gather" else (torch.ones(64, 256),)
+    with FakeTensorMode() as mode:
+        fakes, meter = [mode.from_tensor(tensor) for tensor in (x, index, *source)], Meter()
+        meter.leave_out(fakes)
+        with meter:
+            getattr(fakes[0], name)(1, *fakes[1:])
+    assert meter.peaks[""] == allocated(lambda: getattr(x, name)(1, index, *source))
+
+
 def experts_bytes(found: vbrt.Estimate) -> int:
     return found.parts["pass"]["outputs"] + found.parts["pass"]["temporaries"]
 

@@ -26,6 +26,9 @@ _ATEN = torch.ops.aten
 _FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.detach, _ATEN._unsafe_view}
 #: operators that read no more of their inputs than they return
 _PICKS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather, _ATEN.embedding_dense_backward}
+#: operators that copy int32 indices, their third argument, to int64
+_WIDENING = {_ATEN.gather, _ATEN.scatter, _ATEN.scatter_, _ATEN.scatter_add, _ATEN.scatter_add_}
+_WIDENING |= {_ATEN.scatter_reduce, _ATEN.scatter_reduce_}
 
 #: operators that read only the weights of routed-to experts, which no trace knows
 _ROUTED = {getattr(_ATEN, name) for name in ("_grouped_mm",) if hasattr(_ATEN, name)}
@@ -81,6 +84,9 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; count its work and the storages that it allocates."""
+        if func.overloadpacket in _WIDENING and args[2].dtype == torch.int32:
+            args = (*args[:2], args[2].long(), *args[3:])
+            self._add(args[2])
         result = func(*args, **(kwargs or {}))
         if not (func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE):
             self._count(func.overloadpacket, args, kwargs or {}, result)
