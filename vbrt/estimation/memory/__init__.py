@@ -16,7 +16,8 @@ can be split off. Pages, the caches of captured steps and their copies are put i
 that rests of shared segments count. Decode has the inputs of `generate`, with a mask and positions for each sequence.
 `again_bytes` is the peak of a further call of `generate`, beside which captured steps stay. Fake tensors are on the
 CPU, since a build without CUDA has no others; what that changes is in `gpu_operator_sizes.py`. Functions are replaced
-there, not intercepted by a mode, which is off where checkpointed blocks run again. `scripts/estimates.py` compares
+there, not intercepted by a mode, which is off where checkpointed blocks run again. Where the data decide a size, all
+elements count, and loops over such sizes are shortened (`data_dependent_loops.py`). `scripts/estimates.py` compares
 estimates with measured peaks.
 
 `gpu_share.py` turns `gpu_memory`, the process's share of a GPU, into the budget of the pages, by the same estimate.

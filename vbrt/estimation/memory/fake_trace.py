@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import ArgumentError, VBError
+from vbrt.estimation.memory.data_dependent_loops import shorten_
 from vbrt.estimation.memory.example_inputs import inputs_of
 from vbrt.estimation.memory.gpu_operator_sizes import gpu_sizes
 from vbrt.estimation.memory.live_bytes import Meter
@@ -80,6 +81,7 @@ def trace(
         held.prepare(cut_model)
         kept = hold_(cut_model, held.activations if task.trains else KEEP)  # noqa: F841  # keeps its hooks alive
         run = _Run(cut_model, task, widens=held.full)
+        shorten_(cut_model, run.meter)
         weights = {id(weight) for weight in held.rounded(cut_model)}
         with run.watching(chosen), gpu_sizes(task.attention, weights, run.meter), run.meter:
             return run.train() if task.trains else run.infer()

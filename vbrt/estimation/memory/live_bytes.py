@@ -87,7 +87,10 @@ class Meter(TorchDispatchMode):
         if func.overloadpacket in _WIDENING and args[2].dtype == torch.int32:
             args = (*args[:2], args[2].long(), *args[3:])
             self._add(args[2])
-        result = func(*args, **(kwargs or {}))
+        if func is _ATEN.nonzero.default:  # the data decide: at most all elements
+            result = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
+        else:
+            result = func(*args, **(kwargs or {}))
         if not (func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE):
             self._count(func.overloadpacket, args, kwargs or {}, result)
         grown = False
