@@ -313,7 +313,7 @@ def test_stdout_that_cannot_take_the_result_is_said(tmp_path, monkeypatch, capsy
 
 def test_a_word_that_is_no_command_is_answered_with_the_nearest(capsys):
     assert cli.main(["runn", "x"]) == 2
-    assert "'runn' is not a command; did you mean \"run\"?; expected one of advise, bench," in errors(capsys)
+    assert "'runn' is not a command; did you mean \"run\"?; expected one of advise, batch, bench," in errors(capsys)
 
 
 WITH_A_MODEL = ("plan", "estimate", "advise", "inspect", "run", "chat", "convert", "precision", "tune")

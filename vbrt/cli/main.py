@@ -1,4 +1,5 @@
-"""The command `vbrt`: advise, bench, chat, convert, demo, estimate, inspect, plan, precision, run, stats, top, tune.
+"""The command `vbrt`: advise, batch, bench, chat, convert, demo, estimate, inspect, plan, precision, report, run,
+stats, top, tune.
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, with a
 negative answer (the demo's results changed, the plan does not fit); 2 an invalid command, file or config; 130
@@ -28,6 +29,7 @@ _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)  # of writes t
 #: commands: each a file of vbrt.cli with a function `add`, which adds it to the parser
 COMMANDS = (
     "advise",
+    "batch",
     "bench",
     "chat",
     "convert",
@@ -51,6 +53,7 @@ _EXAMPLES = """examples:
   vbrt precision ./Llama-3.1-8B --budget "6 bits"    which layers take more than 4 bits
   vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates
   vbrt chat ./Llama-3.1-8B-Instruct                  talk with it, in several turns
+  vbrt batch ./Llama-3.1-8B prompts.jsonl out.jsonl  many prompts at once; resumable
   vbrt convert ./Llama-3.1-8B ./exact --config exact write its planes, without loading the model
   vbrt inspect ./Llama-3.1-8B --config exact         a checkpoint, and what a config makes of it
   vbrt stats --json                                  the counters of the last run

@@ -149,6 +149,15 @@ class Conversation:
         self.turns = [*turns, {"role": "assistant", "content": reply}]
         return Reply(reply, prompt_tokens, new.numel(), seconds, stop.stopped)
 
+    def prompt_ids(self, turns: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the tokens of a prompt made of turns. Raises VBError as `say` does."""
+        _check_texts(turns)
+        return self._inputs(list(turns))["input_ids"][0].tolist()
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
     def _inputs(self, turns: list[dict[str, str]]) -> Any:
         inputs = self._templated(turns) if self.templated else self._plain(turns)
         ids = inputs["input_ids"]

@@ -122,10 +122,10 @@ class VBExperts(HeldLayer):
 
     def _vb_forward(self, *args: Any) -> torch.Tensor:
         """Output of the module, from pages unless weights are given."""
+        if is_compiling() and self._vb_adapted:
+            return torch.compiler.disable(self._vb_forward)(*args)
         if is_compiling():
-            return (
-                self._vb_uncompiled(*args) if self._vb_adapted else torch.ops.vbrt.experts(*args, self._vb_handle.token)
-            )
+            return torch.ops.vbrt.experts(*args, self._vb_handle.token)
         self.notice_writes()
         if self._is_given():
             return plain_forward(self, *args)
@@ -161,10 +161,6 @@ class VBExperts(HeldLayer):
                 yield
         finally:
             self.__dict__["_vb_adapted"] = self._vb_adapted - 1
-
-    @torch.compiler.disable
-    def _vb_uncompiled(self, *args: Any) -> torch.Tensor:
-        return self._vb_forward(*args)
 
     # -- the weights --------------------------------------------------------------------------------------------------
 

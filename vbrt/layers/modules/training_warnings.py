@@ -25,7 +25,7 @@ def warn_of_training(stacklevel: int) -> None:
     """Warn with one text for all layers, so that Python's filter shows it once."""
     warn(
         "this model is in training mode and its VB layers hold frozen planes: their weights no longer train "
-        '(gradients still flow through them, and adapters train). Without adapters call model.eval(), wrap with '
+        "(gradients still flow through them, and adapters train). Without adapters call model.eval(), wrap with "
         'mode="train", or exclude what should train in weights.exclude',
         stacklevel=stacklevel + 1,
     )
