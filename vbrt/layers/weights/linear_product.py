@@ -5,6 +5,7 @@
 | eager calls without a fast path in `products.py` | `linear` | counts, casts as autocast does, tells autograd |
 | `Product` and compiled graphs, after that | `linear_without_grad`, `linear_as_cast` | neither counts nor casts |
 | all of them | `leased_linear` | leases planes, or takes those that never move |
+| backward passes | `input_gradient`, `leased_gradient` | dY W, likewise |
 | rows of a captured step | `linear_of_rows` | one lease for several x |
 | | `linear_on_planes` | the kernel of `kernel_selection.py` on planes |
 | lossless transposed weights, watched calls | `linear_on_weight` | the plain layer's own call on a decoded weight |
@@ -177,7 +178,7 @@ def linear(handle: EncodedWeight, x: torch.Tensor, bias: torch.Tensor | None) ->
     if not torch.is_grad_enabled():
         return leased_linear(handle, kernels, x, bias)
     if wants_grad(x, bias):
-        return Product.here(x, bias, _Snapshot(handle, handle.generation, kernels), False)
+        return Product.here(x, bias, _BareSnapshot(handle, handle.generation, kernels), False)
     with torch.no_grad():
         return whole(leased_linear(handle, kernels, x, bias))
 
@@ -229,8 +230,24 @@ class _Snapshot(NamedTuple):
         return input_gradient(self.handle.still(self.generation), dy, self.kernels)
 
     def product(self, x: torch.Tensor, *, back: bool) -> torch.Tensor:
-        apply = Product.here if is_bare(x) else Product.apply
-        return apply(x, None, self, back)
+        if not is_bare(x):
+            return Product.apply(x, None, _Snapshot(*self), back)
+        bare = _BareSnapshot(*self)
+        if torch.is_grad_enabled():
+            return Product.here(x, None, bare, back)
+        return whole(bare.back(x) if back else bare.times(x, None))  # without a second graph: nothing to record
+
+
+class _BareSnapshot(_Snapshot):
+    """Snapshot whose operands are known to be bare (`observers.is_bare`)."""
+
+    __slots__ = ()
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return leased_linear(self.handle.still(self.generation), self.kernels, x, bias)
+
+    def back(self, dy: torch.Tensor) -> torch.Tensor:
+        return leased_gradient(self.handle.still(self.generation), self.kernels, dy)
 
 
 # -- without autograd -------------------------------------------------------------------------------------------------
@@ -282,13 +299,9 @@ def leased_linear(handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias
     products = _pass.products
     if products is not None:
         return products.product(handle, kernels, x, bias)
-    ready = handle.held.planes  # another thread may take them away
-    if ready is not None and handle.stack.at_rest and x.device == handle.device:
-        pages = handle.pages
-        if kernels.precision == "coarse":
-            ready, pages = WeightPlanes(ready.format, ready.shape, ready.dtype, ready.coarse), pages[:1]
-        for page in pages:
-            page.hits += 1  # no call in between: one step for threads that share an interpreter lock
+    ready = _resting_planes(handle, kernels) if x.device == handle.device else None
+    if ready is not None:
+        _count_hits(handle, kernels)
         return linear_on_planes(handle, kernels, x, ready, bias)
     y = handle.held.compute(handle, x, bias)
     if y is not None:
@@ -303,12 +316,25 @@ def leased_linear(handle: EncodedWeight, kernels: Kernels, x: torch.Tensor, bias
 def resting_product(handle: EncodedWeight) -> tuple[Kernels, WeightPlanes] | None:
     """Kernels and planes of this pass for a resident weight, for `linear_on_planes`; callers count. None: the pass
     leases."""
-    ready, kernels = handle.held.planes, kernels_of_pass(handle)
-    if ready is None or _pass.products is not None or not handle.stack.at_rest:
+    kernels = kernels_of_pass(handle)
+    ready = None if products_are_taken() else _resting_planes(handle, kernels)
+    return None if ready is None else (kernels, ready)
+
+
+def _resting_planes(handle: EncodedWeight, kernels: Kernels) -> WeightPlanes | None:
+    """Planes of a resident weight; callers count. None: the pass leases."""
+    ready = handle.held.planes  # another thread may take them away
+    if ready is None or not handle.stack.at_rest:
         return None
     if kernels.precision == "coarse":
-        ready = WeightPlanes(ready.format, ready.shape, ready.dtype, ready.coarse)
-    return kernels, ready
+        return WeightPlanes(ready.format, ready.shape, ready.dtype, ready.coarse)
+    return ready
+
+
+def _count_hits(handle: EncodedWeight, kernels: Kernels) -> None:
+    """Count a use of planes without a lease."""
+    for page in handle.pages if kernels.precision == "full" else handle.pages[:1]:
+        page.hits += 1  # no call in between: one step for threads that share an interpreter lock
 
 
 @contextlib.contextmanager
@@ -416,7 +442,17 @@ def input_gradient(handle: EncodedWeight, dy: torch.Tensor, kernels: Kernels | N
     """dX [..., K] = dY [..., N] W; leases the planes again instead of saving the decoded weight."""
     if not is_bare(dy):
         return _matmul(handle, dy, _weight_by_operator(handle, dy.device))
-    kernels = kernels or kernels_of_pass(handle)
+    return leased_gradient(handle, kernels or kernels_of_pass(handle), dy)
+
+
+def leased_gradient(handle: EncodedWeight, kernels: Kernels, dy: torch.Tensor) -> torch.Tensor:
+    """dX = dY W on resident planes, or on leased ones."""
+    ready, stack = _resting_planes(handle, kernels) if dy.device == handle.device else None, handle.stack
+    # the first lease of a backward begins its phase, and those of a CUDA graph pin what they lease
+    if ready is not None and not (stack.passes.backward or stack.capturing()):
+        _count_hits(handle, kernels)
+        weight = _weight_of(kernels, ready)
+        return _matmul(handle, dy, weight.detach() if weight.requires_grad else weight)  # see `requiring_grad`
     with handle.lease(kernels.precision) as tensors:
         return _matmul(handle, dy, _weight_of(kernels, _planes(handle, kernels, tensors, dy.device)))
 
@@ -447,6 +483,9 @@ def _planes(
         weight = _restrided(handle, kernels.decode(planes).to(handle.dtype))
         return WeightPlanes("dense", shape, handle.dtype, {"weight": weight})
     if dtype is handle.dtype:
+        held = handle.held.planes
+        if held is not None and held.coarse is planes.coarse and held.fine is planes.fine:
+            return held  # with what kernels have prepared of them
         if device == handle.device and kernels.precision == "full":
             handle.keep_resident(planes, tensors)
         if again:

@@ -52,6 +52,7 @@ class PageStack:
         retired: claims of retired owners, which pages lose at the next access; may be appended to.
         guard: the lock, and the recorder of a timeline.
         announce: announces a scan, see `Decider.announce`.
+        passes: counters of phases, and the phase that the first lease of a backward begins.
         rewriter: changes the bytes of pages in place, see `page_rewrites.py`.
         shells: weights that have no pages yet.
     """
@@ -68,7 +69,7 @@ class PageStack:
         self.guard, self.levels, self.names = ledger.guard, ledger.levels, ledger.names
         self.pages, self.retired = ledger.pages, ledger.retired
         self.mover = Mover(ledger, workers=workers, share_cores=share_cores)
-        passes = Passes(ledger)
+        self.passes = passes = Passes(ledger)
         ledger.programmes = schedule(ledger, self.mover, passes)
         self.decider = Decider(ledger, self.mover, passes)
         self.announce = self.decider.announce
