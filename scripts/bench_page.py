@@ -12,6 +12,7 @@ from typing import Any
 
 from scripts.cpu_tables import median_ms
 from scripts.hosted_tables import peer_ms, room_of
+from scripts.routing_tables import routed_case
 
 __all__ = ["PAGE", "page", "slug"]
 
@@ -200,7 +201,7 @@ def _experts():
     for row in _of("experts-decode-nvidia-h200")["rows"]:
         hits = f"{100 * row['hit_rate']:.0f} %" if "hit_rate" in row else "–"
         peak = f"{row['peak_gb']:.1f}" if "peak_gb" in row else "–"
-        rows.append([row["case"].replace("joined", "fused"), peak, hits, f"{row['tokens_s']:.0f}"])
+        rows.append([routed_case(row).replace("joined", "fused"), peak, hits, f"{row['tokens_s']:.0f}"])
     return (
         "How fast is a mixture of experts that does not fit?",
         "A token reads a few experts, and the GPU keeps those read often. Routing follows published reuse rates.",

@@ -17,7 +17,7 @@ from scripts.load_tables import load_section
 from scripts.measuring import markdown_table, named_machine
 from scripts.plots import Labels, line_plot
 from scripts.programme_tables import programme_table
-from scripts.routing_tables import routing_table
+from scripts.routing_tables import routed_case, routing_table, trace_of
 from scripts.speculation_tables import drafters_table, speculation_table
 from scripts.step_tables import joined_table
 from scripts.table_sweep import published_table
@@ -104,7 +104,7 @@ def tables() -> str:
         out += full_tables(path)
     for path in sorted(RESULTS.glob("training-*.json")):
         out += train_table(path)
-    for path in sorted(RESULTS.glob("routing-*.json")):
+    for path in sorted(RESULTS.glob("routing-lm*.json")):
         out += routing_table(path)
     for path in sorted(RESULTS.glob("experts-decode-*.json")):
         out += decode_table(path)
@@ -293,18 +293,22 @@ def _format_of(found: dict[str, Any]) -> str:
     return "" if format == "nvfp4" else f", {format}"
 
 
+def _origin_of(found: dict[str, Any]) -> str:
+    """For a heading, of routing that was recorded."""
+    return ", recorded routing" if "recording" in found else ""
+
+
 def decode_table(path: Path) -> list[str]:
     """Decoding with routed experts, from `scripts/experts_decode.py`."""
     result = json.loads(path.read_text())
     where, rows = result["machine"], result["rows"]
     what = (
         f"A model of Qwen3-30B-A3B's shape ({result['layers']} layers, random weights), batch 1, one CUDA graph a "
-        f"step, {_HOW[result['how']]}. Experts are chosen by a generated "
-        "trace with published reuse rates. The limit of a step is the resident step plus the missing bytes at 50 GB/s. "
-        "Hits and misses equal those of `vbrt.simulate` on the same trace."
+        f"step, {_HOW[result['how']]}. {trace_of(result)} The limit of a step is the resident step plus the "
+        "missing bytes at 50 GB/s. Hits and misses equal those of `vbrt.simulate` on the same trace."
     )
     out = [
-        f"## decoding with routed experts, {where['gpu']}{_format_of(result)}",
+        f"## decoding with routed experts, {where['gpu']}{_format_of(result)}{_origin_of(result)}",
         "",
         what,
         "",
@@ -319,7 +323,7 @@ def decode_table(path: Path) -> list[str]:
             if cached
             else "– | – | – | – | –"
         )
-        out.append(f"| {row['case']} | {row['ms']:.2f} | {row['tokens_s']:.0f} | {more} |")
+        out.append(f"| {routed_case(row)} | {row['ms']:.2f} | {row['tokens_s']:.0f} | {more} |")
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 
@@ -341,7 +345,8 @@ def missed_table(path: Path) -> list[str]:
         "host decides which experts to fetch."
     )
     out = [
-        f"## missed experts: fetched, computed on the CPU, or both, {where['gpu']}: {result['shape']}",
+        f"## missed experts: fetched, computed on the CPU, or both, {where['gpu']}: {result['shape']}"
+        + _origin_of(result),
         "",
         what,
         "",
@@ -350,8 +355,8 @@ def missed_table(path: Path) -> list[str]:
         "| --- " * 7 + "|",
     ]
     out += [
-        f"| {row['case']} | {row['miss']} | {' and '.join(row['decides'])} | {row['ms']:.2f} | {row['tokens_s']:.1f} | "
-        f"{row['computed']:.0f} | {row['missed_mb']:.0f} |"
+        f"| {routed_case(row)} | {row['miss']} | {' and '.join(row['decides'])} | {row['ms']:.2f} | "
+        f"{row['tokens_s']:.1f} | {row['computed']:.0f} | {row['missed_mb']:.0f} |"
         for row in rows
         if "miss" in row
     ]

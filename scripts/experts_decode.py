@@ -2,8 +2,9 @@
 
 A model of Qwen3-30B-A3B's shape with random weights: in bf16 and in 4 bits all on the GPU, and then with a share of the
 expert pages there, the others page-locked in host memory, where the GPU decides which experts stay and fetches what is
-missing. Experts are routed to by a generated trace with published reuse; routers compute, but
-what they say is replaced. The limit of a step is that of the resident one and the missing bytes at 50 GB/s.
+missing. Experts are routed to by a generated trace with published reuse, or with `--routing` by a recording
+(`vb.record_routing`, mapped by `recorded_routing.py`); routers compute, but what they say is replaced. The limit of a
+step is that of the resident one and the missing bytes at 50 GB/s.
 
 With several ways of `experts.miss` each share has a row for each: missed experts are fetched, computed by the CPU, or
 divided; the limit counts what the CPU computes at its rate beside the link. Where the host decides, steps are eager,
@@ -14,6 +15,7 @@ rows in which it does say where a layer's time goes, in microseconds of the host
     python3 scripts/experts_decode.py --shares 10 --miss fetch compute auto [--breakdown]
     python3 scripts/experts_decode.py --shape large --layers 8 --shares 50 25 --miss fetch compute auto
     python3 scripts/experts_decode.py --format nvfp4+exact --layers 8 --shares 25
+    python3 scripts/experts_decode.py --routing tests/data/experts/balanced.routing
 """
 
 import argparse
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 import vbrt
 from scripts.measuring import machine
 from scripts.missed_breakdown import Spans, breakdown
+from scripts.recorded_routing import Recorded, mapped
 from vbrt.config import MISSES
 from vbrt.generation.fusion.fuse_step import joined
 from vbrt.layers import weights_in
@@ -379,12 +382,27 @@ def cached_row(
     return row
 
 
+def layers_of(layers: int, **shape: int) -> list[RoutedLayer]:
+    """The layers of routed experts of a model of the shape."""
+    shape = SHAPE | shape
+    names = (f"model.layers.{n}.mlp.experts" for n in range(layers))
+    return [RoutedLayer(name, shape["num_experts"], shape["num_experts_per_tok"]) for name in names]
+
+
+def recorded(path: Path, layers: int, **shape: int) -> Recorded:
+    """A recording on the layers of a model of the shape. Raises ArgumentError: it cannot be mapped."""
+    return mapped(path, layers_of(layers, **shape), traced_tokens())
+
+
+def traced_tokens() -> int:
+    return WARM + COUNTED + 4
+
+
 def routing_of(model: nn.Module, tokens: int) -> Routing:
     config = model.config
-    layers = [
-        RoutedLayer(f"model.layers.{n}.mlp.experts", config.num_experts, config.num_experts_per_tok)
-        for n in range(config.num_hidden_layers)
-    ]
+    layers = layers_of(
+        config.num_hidden_layers, num_experts=config.num_experts, num_experts_per_tok=config.num_experts_per_tok
+    )
     return generate_routing(layers, tokens=tokens, phase="decode")
 
 
@@ -398,19 +416,26 @@ def rows(
     misses: Sequence[str] = ("fetch",),
     parts: bool = False,
     format: str = FOUR_BITS,
+    recording: Recorded | None = None,
     **shape: int,
 ) -> Iterator[dict[str, object]]:
-    """Yield the row of each case."""
+    """Yield the row of each case, which says where the routing is from.
+
+    Args:
+        recording: followed instead of a generated trace.
+    """
+    origin = {"routing": "generated" if recording is None else "recorded"}
     start = time.perf_counter()
     model = build(layers, device, **shape)
-    trace = Trace(routing_of(model, WARM + COUNTED + 4), device)
+    trace = Trace(recording.routing if recording else routing_of(model, traced_tokens()), device)
     trace.lead(model)
     model.config._experts_implementation = "batched_mm"
     note("built", start)
     runs = {}
     for way in dict.fromkeys(("eager", how)):
         runs[way] = decode(model, trace, how=way)
-        yield {"case": f"bf16, resident, {way}", "ms": runs[way].seconds * 1e3, "tokens_s": 1 / runs[way].seconds}
+        times = {"ms": runs[way].seconds * 1e3, "tokens_s": 1 / runs[way].seconds}
+        yield {"case": f"bf16, resident, {way}"} | origin | times
         note(f"bf16, {way}", start)
     top = "gpu" if device.type == "cuda" else "cpu"
     tiers = {top: {"budget": gpu}} | ({"cpu": {"budget": "40GiB"}} if top == "gpu" else {})
@@ -422,6 +447,7 @@ def rows(
     resident = decode(vb, trace, how=how)
     yield {
         "case": f"{'4 bits' if format == FOUR_BITS else format}, resident, {how}",
+        **origin,
         "ms": resident.seconds * 1e3,
         "tokens_s": 1 / resident.seconds,
         "over_bf16": {way: run.seconds / resident.seconds for way, run in runs.items()},
@@ -431,7 +457,8 @@ def rows(
         put_below(vb)
         note("put below", start)
     for share, miss in itertools.product(shares, misses):
-        yield cached_row(vb, trace, share, resident, how=how, miss=miss, parts=parts)
+        row = cached_row(vb, trace, share, resident, how=how, miss=miss, parts=parts)
+        yield {"case": row.pop("case")} | origin | row
         note(f"{share:.0%}, {miss}", start)
     vb.close()
 
@@ -466,23 +493,27 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true", help="where a layer's time goes, in microseconds")
     parser.add_argument("--format", default=FOUR_BITS, help="of the experts: nvfp4, nf4, dense, nvfp4+exact, ...")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--routing", type=Path, metavar="FILE", help="a recording to follow, of vb.record_routing")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     done = []
     shares, shape = [share / 100 for share in args.shares], SHAPES[args.shape]
+    recording = recorded(args.routing, args.layers, **shape) if args.routing else None
     for row in rows(
         args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown,
-        format=args.format, **shape,
+        format=args.format, recording=recording, **shape,
     ):  # fmt: skip
         say(row)
         done.append(row)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     what = "experts-decode" if args.miss == ["fetch"] else "experts-missed"
     what += "-large" if args.shape == "large" else ""
+    what += "-recorded" if recording else ""
     what += "" if args.format == FOUR_BITS else f"-{args.format.replace('+', '-')}"
     out = args.out or ROOT / "benchmarks" / "results" / f"{what}-{name}.json"
     head = {"machine": machine(), "threads": torch.get_num_threads(), "shape": args.shape, "layers": args.layers}
     head |= {} if args.format == FOUR_BITS else {"format": args.format}
+    head |= {"recording": recording.about} if recording else {}
     out.write_text(json.dumps(head | {"how": args.how, "rows": done}, indent=1) + "\n")
 
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.measuring import between, markdown_table
+from scripts.routing_tables import origin
 
 PAGE = ROOT / "docs" / "experts.md"
 MARKS = "<!-- costs: scripts/experts_table.py -->", "<!-- end of costs -->"
@@ -21,13 +22,16 @@ _HEADS = (
     "model", "experts on the GPU", "GPU memory, GB", "first token behind 512, ms",
     *(f"prompt tokens/s, {tokens:,}" for tokens in _TOKENS), "decoded tokens/s", "by",
 )  # fmt: skip
-_SHAPE = "Qwen3-30B-A3B's shape in 4 bits; random weights, generated routing"
+_SHAPE = "Qwen3-30B-A3B's shape in 4 bits; random weights, {} routing"
 _LAYERS = 48
 _CASE = "30B-A3B fp4, 25 %"
 
 
 def costs() -> str:
-    """The table: measured shares of the experts, the largest first, then what is predicted for a PC."""
+    """The table: measured shares of the experts, the largest first, then what is predicted for a PC.
+
+    A row says whether its decoding followed generated or recorded routing; prompts' is random.
+    """
     prompts, decode = _read("experts-prompt-nvidia-h200"), _read("experts-decode-nvidia-h200")
     whole = {row["tokens"]: row["resident_ms"] for row in prompts["rows"] if row["layers"] == _LAYERS}
     by = f"measured, {prompts['machine']['gpu']}"
@@ -37,6 +41,9 @@ def costs() -> str:
         found = [row for row in prompts["rows"] if (row["layers"], row["share"]) == (_LAYERS, share)]
         step = steps.get(f"{share:.0%} of the expert pages", {})
         rows.append(_row(f"{share:.0%}", {row["tokens"]: row["ms"] for row in found}, step, by))
+    for row in _read_if_there("experts-decode-recorded-nvidia-h200").get("rows", ()):
+        if "missed_mb" in row:
+            rows.append(_row(row["case"].partition(" ")[0], {}, row, by))
     predicted = _read("predicted-rtx-4070")["rows"][_CASE]
     step = {"tokens_s": 1e3 / predicted["ms"], "peak_gb": predicted["gb"]}
     rows.append(_row("25%", {}, step, "predicted, RTX 4070"))
@@ -47,11 +54,15 @@ def _row(share: str, prompt_ms: dict[int, float], step: dict[str, Any], by: str)
     first = f"{prompt_ms[512]:.0f}" if prompt_ms else "–"
     rates = (f"{tokens / prompt_ms[tokens] * 1e3:,.0f}" if prompt_ms else "–" for tokens in _TOKENS)
     memory = f"{step['peak_gb']:.1f}" if "peak_gb" in step else "–"
-    return _SHAPE, share, memory, first, *rates, f"{step['tokens_s']:.0f}" if step else "–", by
+    return _SHAPE.format(origin(step)), share, memory, first, *rates, f"{step['tokens_s']:.0f}" if step else "–", by
 
 
 def _read(name: str) -> dict[str, Any]:
     return json.loads((_RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def _read_if_there(name: str) -> dict[str, Any]:
+    return _read(name) if (_RESULTS / f"{name}.json").exists() else {}
 
 
 def written(text: str) -> str:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 import vbrt  # after the checkout is on the path
 from scripts import memory_bench
 from scripts.measuring import machine
+from scripts.routing_tables import origin
 from scripts.story_models import outline
 from vbrt.config import Machine
 from vbrt.estimation.advice.data_sheets import named_sheet
@@ -81,7 +82,7 @@ def table() -> str:
         ("Llama-3-8B, `fp4`, half in host memory", fp4[1][0], half["ms"], "8B fp4, 2 GB", "`scripts/hosted_bench.py`"),
         ("Llama-3-8B, `exact`", *exact[-1], "8B exact, 5 GB", ours),
         ("Qwen3-32B, `fp4`", STORY["device_gb"], STORY["ms"], "32B fp4", "`scripts/stories.py generate`"),
-        ("Qwen3-30B-A3B, `fp4`, a quarter of the experts", *experts),
+        (f"Qwen3-30B-A3B, `fp4`, a quarter of the experts, {origin(QUARTER)} routing", *experts),
     )
     out = [
         f"| one token | GPU memory | H200, link of 55 GB/s: measured | {GPU}, link of 25 GB/s: predicted | by |",

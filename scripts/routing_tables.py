@@ -1,13 +1,37 @@
-"""The part of docs/measurements.md on recorded routing, from benchmarks/results/routing-lm.json."""
+"""The part of docs/measurements.md on recorded routing, and words of other tables on where routing is from."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 RUNS = {
     "balanced": "trained with load balancing",
     "free": "trained without",
     "generated": "`generate_routing`, the published reuse",
 }
+
+
+def origin(row: dict[str, Any]) -> str:
+    """Whether a row's routing was "generated" or "recorded"."""
+    return row.get("routing", "generated")
+
+
+def routed_case(row: dict[str, Any]) -> str:
+    """A row's case, with the origin of its routing in the same cell."""
+    return f"{row['case']}, {origin(row)} routing"
+
+
+def trace_of(result: dict[str, Any]) -> str:
+    """The sentence on the trace that a benchmark followed."""
+    if "recording" not in result:
+        return "Experts are chosen by a generated trace with published reuse rates."
+    found = result["recording"]
+    return (
+        f"Experts are chosen by the recording {found['file']}, of {found['layers']} layers, {found['top_k']} of "
+        f"{found['experts']} experts: {found['side_by_side']} layers side by side stand for one of "
+        f"{found['of_experts']} experts, each is used {found['repeated']:.0f} times with shuffled ids, and "
+        f"{found['of_experts'] - found['side_by_side'] * found['experts']} experts are never chosen."
+    )
 
 
 def routing_table(path: Path) -> list[str]:
