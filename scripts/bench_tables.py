@@ -17,7 +17,7 @@ from scripts.load_tables import load_section
 from scripts.measuring import markdown_table, named_machine
 from scripts.plots import Labels, line_plot
 from scripts.programme_tables import programme_table
-from scripts.routing_tables import routed_case, routing_table, trace_of
+from scripts.routing_tables import prefetch_table, routed_case, routing_table, trace_of
 from scripts.speculation_tables import drafters_table, speculation_table
 from scripts.step_tables import joined_table
 from scripts.table_sweep import published_table
@@ -106,6 +106,8 @@ def tables() -> str:
         out += train_table(path)
     for path in sorted(RESULTS.glob("routing-lm*.json")):
         out += routing_table(path)
+    for path in sorted(RESULTS.glob("routing-prefetch*.json")):
+        out += prefetch_table(path)
     for path in sorted(RESULTS.glob("experts-decode-*.json")):
         out += decode_table(path)
     for path in sorted(RESULTS.glob("experts-missed-*.json"), key=lambda path: len(path.name)):

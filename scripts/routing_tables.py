@@ -1,8 +1,11 @@
 """The part of docs/measurements.md on recorded routing, and words of other tables on where routing is from."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from scripts.measuring import markdown_table, named_machine
 
 RUNS = {
     "balanced": "trained with load balancing",
@@ -74,3 +77,70 @@ def _hit_rows(result: dict) -> list[str]:
         for name, what in RUNS.items()
         for policy, rates in result["runs"][name]["hits"].items()
     ]
+
+
+_PREDICTORS = {
+    "router": "its router, top k",
+    "router, twice as many": "its router, top 2k",
+    "router, one page": "its router, the likeliest missing one",
+    "previous token": "its experts of the previous byte",
+    "busiest": "its busiest k so far",
+}
+_PREFETCH_RUNS = {"balanced": RUNS["balanced"], "short": "400 steps without"}
+
+
+def prefetch_table(path: Path) -> list[str]:
+    """Prefetch of predicted experts, from `scripts/expert_prefetch.py`."""
+    result = json.loads(path.read_text())
+    what = (
+        f"Experts of the next layer, predicted when a layer of the model above is routed: {result['tokens']:,} bytes "
+        f"of held-out text, decoded one by one, {result['top_k']} of {result['experts']} experts. The next layer's "
+        "router, behind its norm, scores the hidden state that this layer's router saw. The first layer, which has "
+        "none before it, is left out. Losses are on held-out text, in nats a byte."
+    )
+    columns = (
+        "Recall: the share of routed experts that are predicted. The other columns are for memory for "
+        f"{_joined(f'{100 * share:.0f}' for share in result['shares'])} % of all pages, policy `experts`: the share of "
+        "misses that a prefetch of the missing ones fetches; pages fetched in vain per miss fetched; and, if each page "
+        "that the link does not bring while it rests delays the layer, how many pages a layer it must be able to bring "
+        "in that time for the prefetch to break even, and how much of the wait for missing pages is saved with "
+        f"{result['idle_pages']:.2f} pages: those that 50 GB/s bring in all of a resident layer's time of "
+        "Qwen3-30B-A3B in 4 bits on an NVIDIA H200."
+    )
+    head = (
+        "routing",
+        "prediction for a layer",
+        "recall",
+        "misses predicted",
+        "in vain",
+        "breaks even at",
+        "wait saved",
+    )
+    rows = [
+        (
+            f"{_PREFETCH_RUNS[run]} (loss {result['losses'][run]:.2f})",
+            _PREDICTORS[name],
+            f"{100 * found['recall']:.0f} %",
+            *_room_cells(found["rooms"]),
+        )
+        for run, ways in result["runs"].items()
+        for name, found in ways.items()
+    ]
+    machine = named_machine(result["machine"])
+    return ["## routing ahead", "", what, "", columns, "", *markdown_table(head, rows), "", machine, ""]
+
+
+def _room_cells(rooms: list[dict[str, Any]]) -> tuple[str, ...]:
+    def cell(key: str, of: float, digits: int, unit: str = "") -> str:
+        found = (room[key] for room in rooms)
+        return " ".join("–" if value is None else f"{of * value:.{digits}f}" for value in found) + unit
+
+    return (
+        cell("predicted", 100, 0, " %"), cell("vain_per_saved", 1, 1), cell("break_even", 1, 2),
+        cell("wait_saved", 100, 0, " %").replace("-", "−"),
+    )  # fmt: skip
+
+
+def _joined(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}"
