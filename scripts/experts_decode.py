@@ -498,7 +498,10 @@ def main() -> None:
     args = parser.parse_args()
     done = []
     shares, shape = [share / 100 for share in args.shares], SHAPES[args.shape]
-    recording = recorded(args.routing, args.layers, **shape) if args.routing else None
+    try:
+        recording = recorded(args.routing, args.layers, **shape) if args.routing else None
+    except vbrt.ArgumentError as error:
+        parser.error(f"--routing {error}")
     for row in rows(
         args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown,
         format=args.format, recording=recording, **shape,

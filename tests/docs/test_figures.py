@@ -94,8 +94,8 @@ SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]],
         (
             "names {:.0f} % of the routed experts from what this layer's router saw. With 25 % of the pages on the "
             "GPU, to fetch all missing ones that it names brings {:.1f} pages in vain for each one that is needed, and "
-            "costs {:.0f} % of the wait; to fetch the likeliest one alone saves {:.0f} % at best, and nothing where the "
-            "link rests for less than {:.2f} pages."
+            "costs {:.0f} % of the wait; to fetch the likeliest one alone saves {:.0f} % at best, and nothing where "
+            "the link rests for less than {:.2f} pages."
         ),
         lambda: [
             ahead("router")["recall"],
