@@ -1,11 +1,14 @@
 """Recorded routing on a benchmark's shape: side by side, repeated, and refused by name where it does not fit."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from scripts import experts_decode
+from scripts import bench_tables, experts_decode, experts_table
 from scripts.committed import EXPERTS
 from scripts.experts_decode import layers_of, recorded, rows
 from scripts.recorded_routing import mapped
@@ -101,3 +104,19 @@ def test_the_generated_routing_is_named_as_well():
     assert origin({"case": "a"}) == "generated" == next(rows(1, [], CPU, gpu="1GiB", **TINY))["routing"]
     about = recorded(BALANCED, 48).about
     assert "32 experts are never chosen" in trace_of({"recording": about}) and "generated" in trace_of({})
+
+
+def test_tables_have_the_rows_of_a_recorded_run_beside_the_generated_ones(tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    shutil.copytree(experts_table._RESULTS, results)
+    run = json.loads((results / "experts-decode-nvidia-h200.json").read_text())
+    run["recording"] = recorded(BALANCED, 48).about
+    run["rows"] = [row | {"routing": "recorded"} for row in run["rows"]]
+    path = results / "experts-decode-recorded-nvidia-h200.json"
+    path.write_text(json.dumps(run))
+    monkeypatch.setattr(experts_table, "_RESULTS", results)
+    rows = [line for line in experts_table.costs().splitlines() if "recorded routing" in line]
+    assert [row.split(" | ")[1] for row in rows] == ["50%", "25%", "10%"]
+    section = bench_tables.decode_table(path)
+    assert section[0].endswith(", recorded routing") and "balanced.routing" in section[2]
+    assert sum(", recorded routing |" in line for line in section) == len(run["rows"])
