@@ -44,5 +44,5 @@ def test_a_budget_within_a_share_of_the_gpu_follows_what_the_process_takes(
     monkeypatch.setattr(accelerator, "mem_get_info", lambda: (free, 10000))
     monkeypatch.setattr(accelerator, "memory_reserved", lambda: reserved)
     monkeypatch.setattr(accelerator, "memory_allocated", lambda: allocated)
-    of = auto_budget.GpuBalance(2000, GpuRoom(CONTEXT_BYTES + 4000, 1000))
+    of = auto_budget.GpuBalance(2000, GpuRoom(CONTEXT_BYTES + 4000, 1000, 2048))
     assert of.wanted_now(budget, 5000, ahead) == wanted

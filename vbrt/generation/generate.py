@@ -54,6 +54,14 @@ __all__ = [
     "refuse_text",
 ]
 
+_PARTS = "prefill_chunk_size"  # of generation configs
+_SLICED = (
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+)  # tensors that parts of a prompt have their parts of
+
 
 class Generating:
     """The `generate` of one model: a callable set on the instance, with a weak reference to it."""
@@ -118,6 +126,7 @@ class Generating:
             with mine.nested():
                 return generate(*args, **kwargs)
         move_rest_(model, attachment.stack.device)  # before transformers asks where the model is
+        kwargs |= _parts_of_prompt(model, attachment, args, kwargs)
         self.steps.compile_for(prompt_of(model, args, kwargs))
         watched = calls_others(args, kwargs)
         with self.steps.session(limit_of(model, args, kwargs), watched=watched) as session:
@@ -276,6 +285,27 @@ def limit_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | Non
         if isinstance(new, int) or isinstance(length, int):
             return new if isinstance(new, int) else length
     return None
+
+
+def _parts_of_prompt(model: nn.Module, attachment: "Attachment", args: tuple, kwargs: dict[str, Any]) -> dict[str, int]:
+    """Return the argument by which transformers computes a prompt in parts, if `gpu_memory` has no room for the
+    activations of all of it; none for results that must have plain bits, which parts may round otherwise."""
+    room, balance, prompt = attachment.plan.gpu_room, attachment.runtime.balance, prompt_of(model, args, kwargs)
+    if room is None or balance is None or prompt is None or prompt.ndim != 2 or prompt.numel() <= room.tokens:
+        return {}
+    exact = attachment.lossless and attachment.settings.compute.exactness == "bits"
+    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _SLICED]
+    if exact or others or getattr(model.config, "is_encoder_decoder", False):
+        return {}
+    sources = _sources(model, kwargs)
+    asked = any(_read(source, _PARTS) is not None for source in sources)
+    if asked or not hasattr(sources[-1], _PARTS) or any(_read(source, "use_cache") is False for source in sources):
+        return {}
+    balance.note(
+        f"prompts of more than {room.tokens} tokens are computed in parts of as many: gpu_memory has room for the "
+        "activations of so many; name a larger context"
+    )
+    return {_PARTS: max(1, room.tokens // prompt.shape[0])}
 
 
 def prompt_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:

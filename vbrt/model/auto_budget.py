@@ -74,16 +74,20 @@ class GpuBalance:
         self.fallbacks = [f"GPU memory ran out in a pass: {self._what} leaves {left} free from now on"]
         return max(0, budget_bytes - shortage)
 
+    def note(self, reason: str) -> None:
+        """Tell once what is done otherwise for lack of memory."""
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warn(reason, stacklevel=2)
+
     @property
     def _what(self) -> str:
         return 'tiers.gpu.budget = "auto"' if self._room is None else "the budget of pages within gpu_memory"
 
     def stop(self, error: Exception) -> None:
         """Stop following, and warn once that the budget stays."""
-        reason = f"{self._what} stays as it is although GPU memory is short: {error}"
-        self.fallbacks.append(reason)
         self.active = False
-        warn(reason, stacklevel=2)
+        self.note(f"{self._what} stays as it is although GPU memory is short: {error}")
 
 
 def _times_out_of_memory() -> int:

@@ -179,11 +179,12 @@ class Beside:
 
 
 class GpuRoom(NamedTuple):
-    """Share of a GPU that a process has asked for: all its bytes there, and those of them that a pass takes for a
-    while."""
+    """Share of a GPU that a process has asked for: all its bytes there, and those of them that a pass over so many
+    tokens takes for a while."""
 
     limit_bytes: int
     passing_bytes: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.capture.session import KEEPS_BITS
 from vbrt.generation.generate import Terms
+from vbrt.model.auto_budget import GpuBalance
+from vbrt.residency.plan import GpuRoom
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:vbrt.wrap")
@@ -314,3 +317,52 @@ def test_a_growing_cache_asks_for_room_before_it_takes_memory_and_gives_it_back(
 
 def steps_of(vb):
     return vb.module.generate.steps
+
+
+@pytest.fixture
+def short_of_room(monkeypatch):
+    """Returns a wrapped model that has room for a pass over 32 tokens, and the lengths of its forwards."""
+
+    def made(family="llama", **settings):
+        vb, lengths = wrapped(family, **settings), []
+        attachment = vb._attachment
+        monkeypatch.setattr(attachment, "_plan", replace(attachment._plan, gpu_room=GpuRoom(1 << 30, 0, 32)))
+        balance = GpuBalance(1 << 30, GpuRoom(1 << 30, 0, 32))
+        balance.active, balance.wanted_bytes = False, 0
+        attachment.runtime.balance = balance
+        vb.module.model.register_forward_pre_hook(
+            lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        return vb, lengths
+
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_prompts_that_gpu_memory_has_no_room_for_are_computed_in_parts(family, short_of_room):
+    prompt = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = wrapped(family).generate(prompt, **how)
+    vb, lengths = short_of_room(family)
+    with pytest.warns(UserWarning, match="prompts of more than 32 tokens are computed in parts of as many"):
+        assert torch.equal(vb.generate(prompt, **how), want)
+    assert lengths[:3] == [16, 16, 8]
+    assert any("in parts of as many" in reason for reason in vb.stats().fallbacks)
+
+
+@pytest.mark.parametrize(
+    "given", [{"prefill_chunk_size": 20}, {"use_cache": False}, {"ids": torch.full((2, 16), 5)}], ids=str
+)
+def test_prompts_are_left_whole_where_the_call_says_so_or_there_is_room(given, short_of_room):
+    vb, lengths = short_of_room()
+    given = dict(given)
+    ids = given.pop("ids", torch.full((2, 40), 5))
+    vb.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0, **given)
+    assert lengths[0] == given.get("prefill_chunk_size", ids.shape[1]) and not vb.stats().fallbacks
+
+
+def test_prompts_that_must_have_plain_bits_are_left_whole(short_of_room, monkeypatch):
+    vb, lengths = short_of_room()
+    monkeypatch.setattr(type(vb._attachment), "lossless", property(lambda self: True))
+    vb.generate(torch.full((2, 40), 5), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert lengths[0] == 40

@@ -140,7 +140,9 @@ def _share_of(bare: nn.Module, config: VBConfig, *, machine: Machine, task: Task
     )
     passing = sum(row.nbytes for row in found.rows if row.name == "temporaries" and row.tier == found.compute_tier)
     settled = replace(settled, source=config.source)
-    return GpuShare(settled, note, found.plan.kept_bytes, traces, room=GpuRoom(asked, passing))
+    return GpuShare(
+        settled, note, found.plan.kept_bytes, traces, room=GpuRoom(asked, passing, task.batch * task.context)
+    )
 
 
 def besides(found: Estimate) -> dict[str, int]:
