@@ -48,7 +48,7 @@ def _shortened(forward: FunctionType) -> Any:
         return None
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _is_shortened(node)]
     for loop in loops:
-        loop.iter.func.id = _FEW
+        loop.iter.func = ast.copy_location(ast.Name(_FEW, ast.Load()), loop.iter.func)
     tree.body[0].decorator_list = []
     return compile(tree, code.co_filename, "exec") if loops else None
 

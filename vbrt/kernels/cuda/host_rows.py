@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
+from vbrt.libraries import triton_api
 
 __all__ = ["NEEDS", "gather_rows", "launch"]
 
@@ -41,7 +42,7 @@ def launch(table: Tensor, index_T: Tensor, out: Tensor) -> None:
     else:
         from vbrt.kernels.cuda.host_rows_triton import gather_rows_kernel
 
-        gather_rows_kernel[grid](*tensors, *numbers, BLOCK=_BLOCK)
+        gather_rows_kernel[grid](*tensors, *numbers, BLOCK=_BLOCK, **triton_api.fp_fusion(True))
 
 
 @functools.cache
