@@ -271,11 +271,13 @@ def test_a_run_is_removed_by_a_process_that_may_open_nothing(before, tmp_path):
 
 def test_a_run_that_gets_no_more_descriptors_leaves_no_directory(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/dev/fd")))
+    filled = [os.open(os.devnull, os.O_RDONLY)]
+    while filled[-1] < highest:  # tests before may have left gaps
+        filled.append(os.open(os.devnull, os.O_RDONLY))
     refused = 0
     for free in range(8):
-        lowest = os.open(os.devnull, os.O_RDONLY)
-        os.close(lowest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(*filled, highest) + 1 + free, hard))
         try:
             tier = SsdTier(tmp_path, 1 << 30)
         except TierError as error:
@@ -286,4 +288,6 @@ def test_a_run_that_gets_no_more_descriptors_leaves_no_directory(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert not list(tmp_path.iterdir()), free
+    for descriptor in filled:
+        os.close(descriptor)
     assert 2 < refused < 8
