@@ -507,6 +507,7 @@ def test_tables_that_do_not_fit_go_into_the_tiers_in_their_own_bits(preset):
         (60000, False, {}, GPU_24GB, False),  # less than 256 MiB
         (70000, False, {"weights": {"embeddings": False}}, GPU_24GB, False),
         (70000, False, {"tiers": {"cpu": {"enabled": False}}}, GPU_24GB, False),
+        (70000, False, {"tiers": {"cpu": {"pinned": False}}}, GPU_24GB, False),  # no kernel reads it there
         (70000, False, {}, CPU_64GB, False),  # a CPU reads a parameter's rows as well
     ],
 )

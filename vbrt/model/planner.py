@@ -34,6 +34,7 @@ from vbrt.formats.joint_planes import join_layouts
 from vbrt.formats.page import PAGE_ALIGN, PageLayout
 from vbrt.host import accelerator
 from vbrt.kernels import PageOrder
+from vbrt.kernels.cuda.host_rows import serves
 from vbrt.layers import KINDS, HandleSpec, SwappedLayer, kind_of
 from vbrt.layers.weights.kernel_selection import planned_packing
 from vbrt.model.machine_memory import this_machine
@@ -146,10 +147,12 @@ def _tables(model: nn.Module, config: VBConfig) -> tuple[str, ...]:
 
 def _large_tables(model: nn.Module, config: VBConfig, machine: Machine) -> tuple[str, ...]:
     """Return the lookup tables of a model if those that no other layer shares take a tenth of it, and a GPU computes,
-    which reads their rows in host memory."""
-    tables, modules = _tables(model, config), named_modules(model)
-    if not tables or compute_tier(config, machine) != "gpu" or not config.tiers.cpu.enabled:
+    which reads their rows in page-locked memory."""
+    tables, modules, cpu = _tables(model, config), named_modules(model), config.tiers.cpu
+    if not tables or compute_tier(config, machine) != "gpu" or not (cpu.enabled and cpu.pinned) or cpu.shared:
         return ()
+    if accelerator.is_available() and not serves(torch.device(accelerator.TYPE, accelerator.current_device())):
+        return ()  # this machine's GPU would wait for the ids of each pass
     users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
     own = sum(weight.nbytes for weight in (modules[name].weight for name in tables) if users[id(weight)] == 1)
     every = sum(parameter.nbytes for parameter in model.parameters())

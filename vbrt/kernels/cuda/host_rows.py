@@ -9,11 +9,16 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["NEEDS", "gather_rows", "launch"]
+__all__ = ["gather_rows", "launch", "serves"]
 
-NEEDS = devices.TRITON
 _BLOCK, _WARPS = 1024, 4
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@functools.cache
+def serves(device: torch.device) -> bool:
+    """True if a device's kernels gather rows from page-locked host memory."""
+    return not devices.refusal(device, devices.TRITON)
 
 
 def gather_rows(table: Tensor, index_T: Tensor) -> Tensor:

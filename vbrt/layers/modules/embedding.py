@@ -8,7 +8,6 @@ The table is frozen: there are no gradients, and arguments that only affect them
 sparse) have no effect. Autocast ignores lookups, as in torch.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from vbrt.formats import get_format
 from vbrt.formats.format import WeightPlanes
 from vbrt.formats.row_decoding import Rows, by_chunks, coarse_rows, exact_rows
 from vbrt.host.accelerator import is_device
-from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.host_rows import NEEDS, gather_rows
+from vbrt.kernels.cuda.host_rows import gather_rows, serves
 from vbrt.kernels.observers import dispatch_modes, is_altered, is_memory, is_watched, traced_call, unwatched
 from vbrt.kernels.operator_trace import recorder
 from vbrt.layers.modules.compiled_forward import refuse_given_in_graph
@@ -157,7 +155,7 @@ def _rows(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tens
     keys = handle.keys[:1] if kernels.precision == "coarse" else handle.keys
     if not keys:
         handle.lease()  # says why
-    in_place = handle.spec.by_rows and is_device(index_T) and _gathers(index_T.device)
+    in_place = handle.spec.by_rows and is_device(index_T) and serves(index_T.device)
     gather = Gather(gather_rows, handle.owner.claim) if in_place else None
     pages = [page_rows(handle.stack, key, gather) for key in keys]
     if not len(index_T):
@@ -168,11 +166,6 @@ def _rows(handle: Weight, kernels: Kernels, index_T: torch.Tensor) -> torch.Tens
         coarse, fine = map(_rows_of, pages)
         return exact_rows(_as_encoded(kernels, coarse), fine, get_format(spec.format), spec.shape, spec.dtype, index_T)
     return _coarse(handle, kernels, pages[0], index_T)
-
-
-@functools.cache
-def _gathers(device: torch.device) -> bool:
-    return not devices.refusal(device, NEEDS)
 
 
 def _rows_of(page: PageRows) -> Rows:
