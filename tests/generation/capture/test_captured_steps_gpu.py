@@ -195,16 +195,17 @@ def test_experts_give_way_to_a_growing_context_and_come_back(monkeypatch):
     vb.runtime.balance = balance = GpuBalance(budget, GpuRoom(CONTEXT_BYTES + budget + 2 * page, 2 * page, 2048))
     monkeypatch.setattr("vbrt.model.auto_budget._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("vbrt.model.auto_budget._LOOKS", 0)
-    monkeypatch.setattr(accelerator, "memory_reserved", lambda: vb.plan.budgets["gpu"])
-    monkeypatch.setattr(accelerator, "memory_allocated", lambda: vb.plan.budgets["gpu"])
-    seen = []
+    seen, static, held = [], 6 * page, vb.module.generate.steps
+    taken = lambda: vb.plan.budgets["gpu"] + static * bool(held.kept)  # noqa: E731
+    monkeypatch.setattr(accelerator, "memory_reserved", taken)
+    monkeypatch.setattr(accelerator, "memory_allocated", taken)
+    monkeypatch.setattr("vbrt.generation.capture.session.room_bytes", lambda cache, limit: static)
     resize = type(vb.runtime)._resize
     monkeypatch.setattr(type(vb.runtime), "_resize", lambda *a, **k: seen.append(resize(*a, **k)) or seen[-1])
-    vb.module.generate.steps.release()  # as after a growth beyond the static memory
-    monkeypatch.setattr("vbrt.generation.capture.session.room_bytes", lambda cache, limit: 6 * page)
+    held.release()  # as after a growth beyond the static memory
     assert torch.equal(generated(vb).sequences, first.sequences)
-    assert seen == [budget - 6 * page]  # before the memory was taken
-    monkeypatch.setattr("vbrt.generation.capture.session.room_bytes", lambda cache, limit: 0)
+    assert seen == [budget - static]  # before the memory was taken
+    static = 0
     assert torch.equal(generated(vb).sequences, first.sequences)
     assert seen[1:] == [budget] and balance.active and not balance.fallbacks
     steps = vb.stats().steps

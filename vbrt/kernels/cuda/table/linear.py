@@ -66,7 +66,7 @@ FUSED_NEEDS = devices.BF16
 _ROWS, _COLUMNS, _WARPS = 1, 4096, 4
 #: tokens and columns per block for which a lane has 16 bytes of a row instead of 8 or 4
 _SPREAD_TOKENS, _SPREAD_BLOCKS = 2, (32, 64)
-#: most registers of a thread for so many tokens: launches are chosen so that all programs are resident at once
+#: most registers of a thread for so many tokens, so that all programs are resident at once; ragged rows need more
 _REGISTERS = 64
 
 
@@ -283,6 +283,13 @@ def row_constants(k: int, row_bytes: int, block: int, tokens: int) -> dict[str, 
     return {"RAGGED": ragged, "K_TAIL": k != 128 * -(-row_bytes // 64), "SPREAD": spread}
 
 
+def _most_row_tiles(tokens: int, constants: dict[str, Any]) -> int:
+    """Tiles of 16 rows of a program at most, so that the registers of a thread hold their scales and offsets."""
+    if constants["BLOCK"] == 16:
+        return 1
+    return 2 if tokens > 16 and constants["OFFSETS"] != "none" else 4
+
+
 def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> Tensor:
     k, device = x.shape[-1], weight.codes.device
     n, blocks = weight.scales.shape
@@ -297,6 +304,8 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
     family, shape = family_of(constants["BLOCK"]), (-(-n // 16), -(-row_bytes // 32))
     found = tuned_configs.found(device.index, family, tokens, *shape)
     row_tiles, warps, *_ = found or launch_for(family, devices.gpu(device.index), tokens, *shape)
+    shaped = row_constants(k, row_bytes, constants["BLOCK"], tokens)
+    row_tiles = min(row_tiles, _most_row_tiles(tokens, constants))
     dependent, bias_or_x = devices.launches_dependents(device.index), x_MK if bias is None else bias.contiguous()
     tensors = x_MK, weight.codes.view(torch.int32), *weight.pointers, bias_or_x, y
     _fused_kernel(dependent)(
@@ -305,7 +314,7 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
         tensors,
         (tokens, n, k, blocks, x_MK.stride(0), y.stride(0)),
         warps=warps,
-        registers=_REGISTERS if tokens <= _SPREAD_TOKENS and row_tiles == 1 else None,
+        registers=_REGISTERS if tokens <= _SPREAD_TOKENS and row_tiles == 1 and not shaped["RAGGED"] else None,
         specialized=tuple(tensor.dtype for tensor in tensors),
         TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
         ROW_TILES=row_tiles,
@@ -314,7 +323,7 @@ def _fused(x: Tensor, weight: _Weight, bias: Tensor | None, activation: str) -> 
         HAS_BIAS=bias is not None,
         DEPENDENT=dependent,
         **constants,
-        **row_constants(k, row_bytes, constants["BLOCK"], tokens),
+        **shaped,
     )
     return y.view(*x.shape[:-1], n)
 

@@ -281,24 +281,21 @@ def bits_of(words, index: gl.constexpr, SIZE: gl.constexpr, PAIR: gl.constexpr):
 @gluon.jit
 def terms_of(
     stored, index: gl.constexpr,
-    CHAINS: gl.constexpr, TYPE: gl.constexpr, OFFSET: gl.constexpr, OFFSETS: gl.constexpr, RAGGED: gl.constexpr,
-    PAIR: gl.constexpr,
+    CHAINS: gl.constexpr, TYPE: gl.constexpr, OFFSET: gl.constexpr, OFFSETS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Scales, fp32 [threads, 1], of blocks index .. index + CHAINS; with OFFSETS then the factors of their sums of x.
 
     stored: see `load_stored`. PAIR: of the two blocks of a lane's two sums instead, [threads, 2].
     """
-    SIZE: gl.constexpr = 4 if RAGGED else size_of(TYPE)
-    OFFSET_SIZE: gl.constexpr = 4 if RAGGED else size_of(OFFSET)
     ZERO: gl.constexpr = 136.0 if OFFSETS == "middles" else 128.0  # of 128 + code
     scales = ()
     offsets = ()
     for chain in gl.static_range(CHAINS):
-        scale = scale_of(bits_of(stored[0], index + chain, SIZE, PAIR), TYPE, OFFSETS)
+        scale = scale_of(bits_of(stored[0], index + chain, size_of(TYPE), PAIR), TYPE, OFFSETS)
         if OFFSETS == "middle":
             offset = -8.0 * scale
         elif OFFSETS != "none":
-            offset = number_of(bits_of(stored[1], index + chain, OFFSET_SIZE, PAIR), OFFSET)
+            offset = number_of(bits_of(stored[1], index + chain, size_of(OFFSET), PAIR), OFFSET)
         if OFFSETS == "superblock":
             scale = number_of(stored[2][0], gl.float16)[:, None] * scale
             offset = -(number_of(stored[3][0], gl.float16)[:, None] * offset)
@@ -312,14 +309,19 @@ def terms_of(
 
 @gluon.jit
 def load_numbers(pointer, inside, left, COUNT: gl.constexpr, RAGGED: gl.constexpr):
-    """Words of COUNT stored numbers; zeros where not inside. RAGGED: a number a word, zeros from number left on."""
+    """Words of COUNT stored numbers; zeros where not inside. RAGGED: read one by one, zeros from number left on."""
     TYPE: gl.constexpr = pointer.dtype.element_ty
     if RAGGED:
-        BITS: gl.constexpr = gl.int32 if size_of(TYPE) == 4 else (gl.int16 if size_of(TYPE) == 2 else gl.int8)
+        BITS: gl.constexpr = gl.int32 if size_of(TYPE) == 4 else (gl.uint16 if size_of(TYPE) == 2 else gl.uint8)
+        OF_WORD: gl.constexpr = min(4 // size_of(TYPE), COUNT)
         out = ()
-        for i in gl.static_range(COUNT):
-            bits = gl.load(pointer.to(gl.pointer_type(BITS)) + i, mask=inside & (i < left), other=0)
-            out = out + (bits.to(gl.int32),)
+        for i in gl.static_range(COUNT // OF_WORD):
+            word = gl.zeros_like(left)
+            for j in gl.static_range(OF_WORD):
+                wanted = inside & (i * OF_WORD + j < left)
+                bits = gl.load(pointer.to(gl.pointer_type(BITS)) + (i * OF_WORD + j), mask=wanted, other=0)
+                word = word | (bits.to(gl.int32) << (8 * size_of(TYPE) * j))
+            out = out + (word,)
     else:
         out = load_words(pointer, inside, COUNT * size_of(TYPE))
     return out
@@ -327,17 +329,13 @@ def load_numbers(pointer, inside, left, COUNT: gl.constexpr, RAGGED: gl.constexp
 
 @gluon.jit
 def load_stored(
-    row, inside, left, BLOCK: gl.constexpr, OFFSETS: gl.constexpr, RAGGED: gl.constexpr, SPREAD: gl.constexpr
+    row, inside, left, FIRST: gl.constexpr, COUNT: gl.constexpr, OFFSETS: gl.constexpr, RAGGED: gl.constexpr
 ):
-    """Words of a row's scales of 128 columns, of its offsets, and of superblocks' numbers of both.
-
-    SPREAD: of the blocks of a lane's two sums.
-    """
-    COUNT: gl.constexpr = 64 // BLOCK if SPREAD else 128 // BLOCK
+    """Words of a row's scales of COUNT blocks from FIRST on, of their offsets, and of superblocks' numbers of both."""
     _codes, block_ptr, offset_ptr, large_ptr, least_ptr = row
-    out = (load_numbers(block_ptr, inside, left, COUNT, RAGGED),)
+    out = (load_numbers(block_ptr + FIRST, inside, left - FIRST, COUNT, RAGGED),)
     if OFFSETS != "none" and OFFSETS != "middle":
-        out = out + (load_numbers(offset_ptr, inside, left, COUNT, RAGGED),)
+        out = out + (load_numbers(offset_ptr + FIRST, inside, left - FIRST, COUNT, RAGGED),)
     if OFFSETS == "superblock":
         out = out + (load_words(large_ptr, inside, 2), load_words(least_ptr, inside, 2))
     return out
@@ -575,6 +573,7 @@ def sums_of_rows(
     JOINED: gl.constexpr = BLOCK >= 128 or SPREAD  # all of a lane's 32 columns have a scale
     BYTES: gl.constexpr = bytes_of_lane(BLOCK, SPREAD)
     PAIR: gl.constexpr = SPREAD and BLOCK == 32
+    COUNT: gl.constexpr = (64 if SPREAD else 128) // BLOCK
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [K_WARPS, 1], [1, 0])
     TYPE: gl.constexpr = rows[0][1].dtype.element_ty
     OFFSET: gl.constexpr = rows[0][2].dtype.element_ty
@@ -586,7 +585,8 @@ def sums_of_rows(
     stored = ()
     for r in gl.static_range(2 * ROW_TILES):
         codes = codes + (load_unit(rows[r][0], inside, left, BLOCK, BYTES, RAGGED),)
-        stored = stored + (load_stored(rows[r], inside, left, BLOCK, OFFSETS, RAGGED, SPREAD),)
+        if not RAGGED:
+            stored = stored + (load_stored(rows[r], inside, left, 0, COUNT, OFFSETS, RAGGED),)
     uppers = ()  # sums of rows g
     lowers = ()  # of rows g + 8
     for _ in gl.static_range(len(xs) * ROW_TILES):
@@ -594,14 +594,15 @@ def sums_of_rows(
         lowers = lowers + (gl.zeros((32 * K_WARPS, 2), gl.float32, layout=LAYOUT),)
     for _ in range((units + K_WARPS - 1) // K_WARPS):
         ahead = unit + K_WARPS < units
-        left = left - K_WARPS * 128 // BLOCK
+        left_ahead = left - K_WARPS * 128 // BLOCK
         later = ()
         next_codes = ()
         next_stored = ()
         for r in gl.static_range(2 * ROW_TILES):
             later = later + (moved(rows[r], K_WARPS, BLOCK),)
-            next_codes = next_codes + (load_unit(later[r][0], ahead, left, BLOCK, BYTES, RAGGED),)
-            next_stored = next_stored + (load_stored(later[r], ahead, left, BLOCK, OFFSETS, RAGGED, SPREAD),)
+            next_codes = next_codes + (load_unit(later[r][0], ahead, left_ahead, BLOCK, BYTES, RAGGED),)
+            if not RAGGED:
+                next_stored = next_stored + (load_stored(later[r], ahead, left_ahead, 0, COUNT, OFFSETS, RAGGED),)
         terms = ()
         s = ()
         totals = ()
@@ -612,7 +613,11 @@ def sums_of_rows(
             if not JOINED or j == 0:
                 terms = ()
                 for r in gl.static_range(2 * ROW_TILES):
-                    terms = terms + (terms_of(stored[r], 64 * j // BLOCK, CHAINS, TYPE, OFFSET, OFFSETS, RAGGED, PAIR),)
+                    if RAGGED:  # a load a number: kept from an iteration before, they would be spilled
+                        numbers = load_stored(rows[r], inside, left, 64 * j // BLOCK, CHAINS, OFFSETS, RAGGED)
+                        terms = terms + (terms_of(numbers, 0, CHAINS, TYPE, OFFSET, OFFSETS, PAIR),)
+                    else:
+                        terms = terms + (terms_of(stored[r], 64 * j // BLOCK, CHAINS, TYPE, OFFSET, OFFSETS, PAIR),)
             next_s = ()
             next_totals = ()
             added_uppers = ()
@@ -656,6 +661,7 @@ def sums_of_rows(
         stored = next_stored
         rows = later
         inside = ahead
+        left = left_ahead
         unit = unit + K_WARPS
         column = column + 128 * K_WARPS
         moved_xs = ()
