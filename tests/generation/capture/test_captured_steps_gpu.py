@@ -190,7 +190,7 @@ def test_a_budget_and_another_implementation_are_followed_where_the_gpu_decides(
 
 
 def test_experts_give_way_to_a_growing_context_and_come_back(monkeypatch):
-    vb = streamed(mixed(), 9)
+    vb = streamed(mixed(), 13)
     first, budget, page = generated(vb), vb.plan.budgets["gpu"], 196608
     vb.runtime.balance = balance = GpuBalance(budget, GpuRoom(CONTEXT_BYTES + budget + 2 * page, 2 * page, 2048))
     monkeypatch.setattr("vbrt.model.auto_budget._LOOK_SECONDS", 0.0)
