@@ -175,8 +175,9 @@ def prompt_table(path: Path) -> list[str]:
         "experts all alike. The limit is the larger of the time with all pages on the GPU and that of the link, which "
         "brings all experts once."
     )
+    host = ", a second host" if "-second-host-" in path.stem else ""
     return [
-        f"## prompts through few experts, {result['machine']['gpu']}{_format_of(result['rows'][0])}",
+        f"## prompts through few experts, {result['machine']['gpu']}{_format_of(result['rows'][0])}{host}",
         "",
         what,
         "",

@@ -41,9 +41,11 @@ def costs() -> str:
         found = [row for row in prompts["rows"] if (row["layers"], row["share"]) == (_LAYERS, share)]
         step = steps.get(f"{share:.0%} of the expert pages", {})
         rows.append(_row(f"{share:.0%}", {row["tokens"]: row["ms"] for row in found}, step, by))
-    for row in _read_if_there("experts-decode-recorded-nvidia-h200").get("rows", ()):
+    recorded = _read_if_there("experts-decode-recorded-nvidia-h200")
+    for row in recorded.get("rows", ()):
         if "missed_mb" in row:
-            rows.append(_row(row["case"].partition(" ")[0], {}, row, by))
+            found = _row(row["case"].partition(" ")[0], {}, row, by)
+            rows.append((f"{recorded['layers']} layers of {found[0]}", *found[1:]))
     predicted = _read("predicted-rtx-4070")["rows"][_CASE]
     step = {"tokens_s": 1e3 / predicted["ms"], "peak_gb": predicted["gb"]}
     rows.append(_row("25%", {}, step, "predicted, RTX 4070"))
