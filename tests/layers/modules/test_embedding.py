@@ -428,3 +428,5 @@ def test_no_lookup_in_page_locked_memory_waits_for_the_gpu():
     assert torch.equal(again, rows)
     stack = vb.module.embed._vb_handle.stack
     assert stack.pages["embed#dense"].put is not None
+    with pytest.raises(TierError, match=r"tiers\.cpu\.budget = 4096: kernels .* read \d+ bytes in place"):
+        stack.set_budget("cpu", 4096)  # of the wrapper, a budget below the largest layer is refused before
