@@ -166,3 +166,17 @@ def test_a_full_drive_is_named_and_nothing_written_is_lost(llama, prompts, monke
     monkeypatch.setattr(command, "_write", full)
     assert batch(llama, prompts) == 2
     assert "the disk is full" in capsys.readouterr().err and len(answers(prompts)) == 1
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "Bloom"])
+def test_a_model_whose_cache_cannot_be_paged_is_refused_by_name(kind, llama, tmp_path, prompts, capsys):
+    import transformers
+
+    sizes = {"vocab_size": 280, "hidden_size": 32, "num_hidden_layers": 1}
+    sizes |= {"state_size": 4} if kind == "Mamba" else {"n_head": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / kind)
+    transformers.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / kind)
+    assert batch(tmp_path / kind, prompts, "--config", "dense") == 2
+    said = capsys.readouterr().err
+    assert f"error: {kind}ForCausalLM" in said and "continuous batching cannot run it" in said

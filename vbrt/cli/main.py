@@ -1,5 +1,5 @@
 """The command `vbrt`: advise, batch, bench, chat, convert, demo, estimate, inspect, plan, precision, report, run,
-stats, top, tune.
+serve, stats, top, tune.
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 done; 1 done, with a
 negative answer (the demo's results changed, the plan does not fit); 2 an invalid command, file or config; 130
@@ -40,6 +40,7 @@ COMMANDS = (
     "precision",
     "report",
     "run",
+    "serve",
     "stats",
     "top",
     "tune",
@@ -54,6 +55,7 @@ _EXAMPLES = """examples:
   vbrt run ./Llama-3.1-8B "The sea is"               wrap, generate, show hit rates
   vbrt chat ./Llama-3.1-8B-Instruct                  talk with it, in several turns
   vbrt batch ./Llama-3.1-8B prompts.jsonl out.jsonl  many prompts at once; resumable
+  vbrt serve ./Llama-3.1-8B-Instruct                to OpenAI clients, with metrics
   vbrt convert ./Llama-3.1-8B ./exact --config exact write its planes, without loading the model
   vbrt inspect ./Llama-3.1-8B --config exact         a checkpoint, and what a config makes of it
   vbrt stats --json                                  the counters of the last run

@@ -107,16 +107,16 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
-    """Add --gpu-memory and --context, for commands that run a model here."""
+def add_gpu_memory(
+    parser: argparse.ArgumentParser, context: str = "tokens to have room for with --gpu-memory (2048)"
+) -> None:
+    """Add --gpu-memory and --context, for commands that run a model here; `context` is for the help."""
     parser.add_argument(
         "--gpu-memory",
         metavar="SIZE",
         help="most that this process takes of the GPU, pages and all else: 12GB, 90%%; an estimate gives the budget",
     )
-    parser.add_argument(
-        "--context", metavar="N", type=positive, help="tokens to have room for with --gpu-memory (2048)"
-    )
+    parser.add_argument("--context", metavar="N", type=positive, help=context)
 
 
 def config_of(args: argparse.Namespace, base: VBConfig | None = None) -> VBConfig:

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from vbrt.config.budgets import CONTEXT_BYTES
+from vbrt.errors import VBError
 from vbrt.host import accelerator
 from vbrt.integrations.hf_configs import quiet
 from vbrt.integrations.text_generation import Turn
-from vbrt.libraries.transformers_batching import Generated, batching, results_of
+from vbrt.libraries.transformers_batching import Generated, batching, paging_refusal, results_of
 
 if TYPE_CHECKING:
     from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["generate_many"]
+__all__ = ["cache_for", "generate_many"]
 
 _PAGE = 256  # tokens of a block of the cache, as transformers has it
 #: sequences at once and tokens a pass, at most, on a GPU and on a CPU, whose attention has a mask of their product
@@ -39,18 +41,13 @@ def generate_many(
 
     Raises:
         LibraryError: transformers has no continuous batching.
-        VBError: the batch fails as a whole.
+        VBError: the model's cache cannot be paged, or the batch fails as a whole.
     """
     if not prompts:
         return
     model = vb.module
-    most, tokens = _ON_GPU if vb.device.type == accelerator.TYPE else _ON_CPU
-    most = min(sequences or most, len(prompts))
     longest = max(map(len, prompts.values())) + turn.max_new_tokens
-    blocks = -(-longest // _PAGE) * most
-    room = _blocks_that_fit(vb, model)
-    how = {"page_size": _PAGE, "num_blocks": max(-(-longest // _PAGE), min(blocks, room)), "use_cuda_graph": False}
-    how |= {"max_batch_tokens": max(most, min(tokens, longest * most)), "max_requests_per_batch": most}
+    how = cache_for(vb, longest, sequences, len(prompts))
     ends = model.generation_config.eos_token_id
     ends = model.config.get_text_config().eos_token_id if ends is None else ends
     with quiet(), batching(model, sample=turn.sample, max_new_tokens=turn.max_new_tokens, **how) as manager:
@@ -64,6 +61,35 @@ def generate_many(
         yield from results_of(manager, len(prompts))
 
 
+def cache_for(vb: "VBModelWrapper", longest: int, sequences: int | None, asked: int | None = None) -> dict[str, Any]:
+    """Return attributes of transformers' ContinuousBatchingConfig for a KV cache that fits.
+
+    Args:
+        longest: tokens of a sequence, at most.
+        sequences: at once, at most; None: by the device and the memory that is free.
+        asked: sequences in all, where that is known.
+
+    Raises:
+        VBError: the model's cache cannot be paged.
+    """
+    if why := paging_refusal(vb.module):
+        raise VBError(
+            f"{why}, so transformers' continuous batching cannot run it; `vbrt run` and "
+            "`vbrt serve --one-by-one` generate one sequence after the other"
+        )
+    most, tokens = _ON_GPU if vb.device.type == accelerator.TYPE else _ON_CPU
+    most = sequences or most
+    most = most if asked is None else min(most, asked)
+    each = -(-longest // _PAGE)
+    return {
+        "page_size": _PAGE,
+        "num_blocks": max(each, min(each * most, _blocks_that_fit(vb, vb.module))),
+        "use_cuda_graph": False,
+        "max_batch_tokens": max(most, min(tokens, longest * most)),
+        "max_requests_per_batch": most,
+    }
+
+
 def _blocks_that_fit(vb: "VBModelWrapper", model: Any) -> int:
     """Return how many blocks of the KV cache free memory has room for."""
     config = model.config.get_text_config()
@@ -72,4 +98,6 @@ def _blocks_that_fit(vb: "VBModelWrapper", model: Any) -> int:
     block = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize * _PAGE
     on_gpu = vb.device.type == accelerator.TYPE
     free = accelerator.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
+    if on_gpu and vb.plan.gpu_room is not None:
+        free = min(free, vb.plan.gpu_room.limit_bytes - CONTEXT_BYTES - accelerator.memory_reserved())
     return int(free * _SHARE["gpu" if on_gpu else "cpu"]) // block

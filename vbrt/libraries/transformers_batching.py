@@ -15,7 +15,7 @@ from torch import nn
 from vbrt.errors import VBError
 from vbrt.libraries.probe import Feature
 
-__all__ = ["BATCHES", "FEATURES", "Generated", "batching", "results_of"]
+__all__ = ["BATCHES", "FEATURES", "Generated", "batching", "batching_config", "paging_refusal", "results_of"]
 
 _API = "generation.continuous_batching.continuous_api"
 BATCHES = Feature(
@@ -32,6 +32,7 @@ BATCHES = Feature(
 FEATURES = (BATCHES,)
 
 _POLL_SECONDS = 0.2
+_PAGED = {"full_attention", "sliding_attention"}  # layers whose cache transformers pages
 
 
 class Generated(NamedTuple):
@@ -56,11 +57,25 @@ def batching(model: nn.Module, *, sample: bool, max_new_tokens: int, **how: Any)
     config = copy.deepcopy(model.generation_config)
     config.do_sample, config.num_beams, config.max_new_tokens = sample, 1, max_new_tokens
     return model.continuous_batching_context_manager(
-        generation_config=config,
-        continuous_batching_config=BATCHES.part(":ContinuousBatchingConfig")(**how),
-        timeout=5,
-        warmup=False,
+        generation_config=config, continuous_batching_config=batching_config(**how), timeout=5, warmup=False
     )
+
+
+def paging_refusal(model: nn.Module) -> str:
+    """Return why a model's keys and values cannot be paged, as for people; "" if they can."""
+    config, kind = model.config.get_text_config(), type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{kind} is an encoder and a decoder"
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _PAGED):
+        return f"{kind} has layers of {', '.join(others)}"
+    if not getattr(model, "_supports_attention_backend", True) or not hasattr(config, "num_attention_heads"):
+        return f"{kind} does not attend through transformers' interface"
+    return ""
+
+
+def batching_config(**how: Any) -> Any:
+    """Return transformers' ContinuousBatchingConfig with these attributes. Raises LibraryError: there is none."""
+    return BATCHES.part(":ContinuousBatchingConfig")(**how)
 
 
 def results_of(manager: Any, count: int) -> Iterator[Generated]:

@@ -1,0 +1,165 @@
+"""`vbrt serve`: what OpenAI's client gets, alone and with others, and what it is refused."""
+
+import concurrent.futures
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.cases import errors
+from vbrt.cli import main as cli
+
+transformers = pytest.importorskip("transformers")
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+PROMPTS = [f"{'the sea ' * (number % 5)}{number}" for number in range(20)]
+
+
+@pytest.fixture(scope="module")
+def talking(llama, tmp_path_factory) -> Path:
+    """The tiny Llama with a chat template, in float32: bfloat16 rounds otherwise in a batch, and has ties."""
+    directory = tmp_path_factory.mktemp("served") / "tiny"
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = TEMPLATE
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class Served:
+    """A `vbrt serve` of its own process, and a client of it."""
+
+    def __init__(self, model: Path, log: Path, *options: str) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "vbrt", "serve", str(model), "--port", "0", *options]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        while "Application startup complete" not in self.said():
+            assert self.process.poll() is None, self.said()
+            time.sleep(0.05)
+        self.url = self.said().partition(" at ")[2].partition("/v1,")[0]
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def ask(self, text: str, **how):
+        messages = [{"role": "user", "content": text}]
+        return self.client.chat.completions.create(model="tiny", messages=messages, **{"max_tokens": 6} | how)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=20) as reply:
+            return reply.read().decode()
+
+    def end(self, how: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(how)
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def served(talking, tmp_path_factory):
+    served = Served(talking, tmp_path_factory.mktemp("log") / "log", "--config", "exact", "--context", "200")
+    yield served
+    assert served.end() == 0, served.said()
+    assert "Traceback" not in served.said(), served.said()
+    assert served.said().rstrip().endswith("vbrt: stopped: the server has ended")
+
+
+@pytest.fixture(scope="module")
+def wanted(talking) -> dict[str, str]:
+    """Greedy answers of the dense model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(talking)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(talking)
+    found = {}
+    for text in PROMPTS:
+        inputs = tokenizer(f"<user>{text}<assistant>", return_tensors="pt", return_token_type_ids=False)
+        out = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        found[text] = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return found
+
+
+def test_twenty_users_at_once_get_the_dense_models_answers(served, wanted):
+    with concurrent.futures.ThreadPoolExecutor(20) as users:
+        replies = list(users.map(served.ask, PROMPTS))
+    assert [reply.choices[0].message.content for reply in replies] == [wanted[text] for text in PROMPTS]
+    assert {reply.choices[0].finish_reason for reply in replies} == {"length"}
+    passes = [line for line in served.get("/metrics").splitlines() if line.startswith("vbrt_passes_total")]
+    assert passes and float(passes[0].split()[1]) < 6 * 20 / 2  # they shared passes
+
+
+def test_a_stream_is_the_same_text_and_one_that_is_left_holds_nobody_up(served, wanted):
+    chunks = served.ask(PROMPTS[3], stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == wanted[PROMPTS[3]].rstrip("\ufffd")  # transformers' server keeps half a character back
+    left = served.ask("a", stream=True, max_tokens=150)
+    next(iter(left))
+    left.close()
+    assert served.ask(PROMPTS[7]).choices[0].message.content == wanted[PROMPTS[7]]
+
+
+def test_answers_end_with_the_context_and_longer_prompts_are_refused(served):
+    reply = served.ask("b" * 150, max_tokens=1000)
+    assert reply.usage.total_tokens == 200 and reply.choices[0].finish_reason == "length"
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            served.ask("c" * 300, stream=stream)
+        assert re.search(r"the prompt has 3\d\d tokens; this server has room for 200", refused.value.response.text)
+
+
+def test_only_the_served_model_answers_and_nothing_unloads_it(served, wanted):
+    assert [model.id for model in served.client.models.list()] == ["tiny"]
+    with pytest.raises(openai.BadRequestError):
+        served.client.chat.completions.create(model="other", messages=[{"role": "user", "content": "a"}])
+    with pytest.raises(openai.APIStatusError):
+        served.client.chat.completions.create(model="tiny", messages=[], extra_body={"no_such_field": 1})
+    urllib.request.urlopen(urllib.request.Request(f"{served.url}/reset", method="POST"), timeout=20).close()
+    assert served.ask(PROMPTS[1]).choices[0].message.content == wanted[PROMPTS[1]]
+    assert json.loads(served.get("/health")) == {"status": "ok"}
+
+
+@pytest.mark.parametrize("how", ["together", "one by one"])
+def test_a_stop_ends_requests_that_would_go_on(talking, wanted, tmp_path, how):
+    options = ("--one-by-one",) if how == "one by one" else ("--sequences", "2")
+    served = Served(talking, tmp_path / "log", "--name", "tiny", "--config", "dense", *options)
+    assert ("temperature" in served.said()) == (how == "together")
+    assert served.ask(PROMPTS[2], temperature=0).choices[0].message.content == wanted[PROMPTS[2]]
+    with concurrent.futures.ThreadPoolExecutor(2) as users:
+        stream = served.ask("a", stream=True, max_tokens=100_000)
+        next(iter(stream))
+        whole = users.submit(served.ask, "b", max_tokens=100_000)
+        begun = time.monotonic()
+        assert served.end(signal.SIGTERM) == 0, served.said()
+        assert time.monotonic() - begun < 20
+        with pytest.raises(openai.APIError, match="error"):
+            list(stream)
+        assert "stopped before this answer ended" in whole.exception().response.text
+    assert whole.exception().status_code == 503
+    assert "Traceback" not in served.said(), served.said()
+
+
+def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(talking, monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "no-such-model", "--port", str(port)]) == 2
+    assert f"--port {port}: localhost cannot be listened at: Address already in use" in errors(capsys)
+    assert cli.main(["serve", "no-such-model", "--host", "nowhere.invalid"]) == 2
+    assert "--host nowhere.invalid" in errors(capsys)
+    from vbrt.libraries import transformers_serving
+
+    monkeypatch.setattr(transformers_serving, "_PACKAGES", ("fastapi", "no_such_package"))
+    assert cli.main(["serve", str(talking)]) == 2
+    assert "needs no_such_package; pip install 'vbrt[serve]'" in errors(capsys)
