@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import vbrt
 from scripts.measuring import machine
@@ -91,6 +92,11 @@ def build(layers: int, device: torch.device, **shape: int) -> nn.Module:
         torch.set_default_dtype(default)
 
 
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The routers of a transformers model in order: they return logits, weights and ids [T, k]."""
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
 class Trace:
     """Routing that a model follows: a token's row is put where every router's hook reads it.
 
@@ -105,11 +111,12 @@ class Trace:
         self.rows = torch.tensor(chosen, device=device).view(routing.tokens, len(routing.layers), 1, -1)
         self._now = self.rows[0].clone()
 
-    def lead(self, model: nn.Module) -> None:
-        """Have the model's routers name the trace's experts, with the scores that they find."""
-        for layer, block in enumerate(model.model.layers):
-            ids = self._now[layer]
-            block.mlp.gate.register_forward_hook(lambda module, args, out, ids=ids: (out[0], out[1], ids))
+    def lead(self, model: nn.Module) -> list[RemovableHandle]:
+        """Have the model's routers name the trace's experts, with the scores that they find; return the hooks."""
+        return [
+            router.register_forward_hook(lambda module, args, out, ids=ids: (*out[:-1], ids))
+            for router, ids in zip(routers(model), self._now, strict=True)
+        ]
 
     def turn(self, token: int) -> None:
         """Put a token's routing in place."""
@@ -399,10 +406,8 @@ def traced_tokens() -> int:
 
 
 def routing_of(model: nn.Module, tokens: int) -> Routing:
-    config = model.config
-    layers = layers_of(
-        config.num_hidden_layers, num_experts=config.num_experts, num_experts_per_tok=config.num_experts_per_tok
-    )
+    found = routers(model)
+    layers = layers_of(len(found), num_experts=found[0].num_experts, num_experts_per_tok=found[0].top_k)
     return generate_routing(layers, tokens=tokens, phase="decode")
 
 

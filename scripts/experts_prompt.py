@@ -21,9 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import vbrt
-from scripts.experts_decode import budget_of, build, expert_handles, host_decides, put_below, weights_of
+from scripts.experts_decode import budget_of, build, expert_handles, host_decides, put_below, routers, weights_of
 from scripts.measuring import machine
 from vbrt.estimation.advice.machine_rates import link_gb_s
 
@@ -32,30 +33,28 @@ TURNS = 3
 
 def seconds(model: nn.Module, ids: torch.Tensor) -> float:
     """The least time of a forward; the first ones compile, or fill the cache."""
-    found = []
+    found, wait = [], torch.cuda.synchronize if ids.is_cuda else lambda: None
     for _ in range(TURNS + 1):
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        torch.cuda.synchronize()
+        wait()
         found.append(time.perf_counter() - start)
     return min(found[1:])
 
 
-def route_at_random(model: nn.Module) -> None:
+def route_at_random(model: nn.Module) -> list[RemovableHandle]:
     """Have routers name experts at random, the same ones each time, with the scores that they find."""
-    config, named = model.config, {}
+    named = {}
 
-    def ids_of(layer: int, tokens: int) -> torch.Tensor:
-        if (layer, tokens) not in named:
-            order = torch.rand(tokens, config.num_experts, device="cuda").argsort(dim=1)
-            named[layer, tokens] = order[:, : config.num_experts_per_tok].contiguous()
-        return named[layer, tokens]
+    def name(router: nn.Module, args: object, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        tokens = len(out[-1])
+        if (router, tokens) not in named:
+            order = torch.rand(tokens, router.num_experts, device=out[-1].device).argsort(dim=1)
+            named[router, tokens] = order[:, : router.top_k].contiguous()
+        return *out[:-1], named[router, tokens]
 
-    for number, block in enumerate(model.model.layers):
-        block.mlp.gate.register_forward_hook(
-            lambda module, args, out, number=number: (out[0], out[1], ids_of(number, len(out[2])))
-        )
+    return [router.register_forward_hook(name) for router in routers(model)]
 
 
 def profiled(model: nn.Module, ids: torch.Tensor) -> None:

@@ -1,0 +1,183 @@
+"""Published mixtures of experts by a share of their experts; write benchmarks/results/experts-models-<gpu>.json.
+
+Models of published shapes (the defaults of transformers' configs) with random weights, in 4 bits, with as many of their
+layers as 80 GB hold in bf16, in which a GPU has them until they are encoded. First with all pages on the GPU,
+then with a share of the experts' there, the others page-locked in host memory: decoding along a generated trace with
+published reuse, a step a CUDA graph, and prompts whose tokens go to experts at random, so that they read them all.
+
+The limit of a prompt is the larger of the resident one's time and that of the experts' bytes once over the link; of a
+step, the resident one's and that of the missed bytes over the link. `whole` is what all layers take: a step's or
+prompt's time in proportion, which counts the head several times, and memory beside parameters in proportion.
+
+    python3 scripts/experts_models.py [--models gpt-oss-120b ...] [--shares 25 10]
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # after the checkout is on the path
+from torch import nn
+
+import vbrt
+from scripts.experts_decode import (
+    Trace,
+    budget_of,
+    decode,
+    expert_handles,
+    forget_graphs,
+    host_decides,
+    note,
+    put_below,
+    routing_of,
+    say,
+    traced_tokens,
+    weights_of,
+)
+from scripts.experts_prompt import route_at_random, seconds
+from scripts.measuring import machine
+from vbrt.estimation.advice.machine_rates import link_gb_s
+
+
+class Published(NamedTuple):
+    """A model as transformers' config of this name describes it, the layers to build, and its 4-bit format."""
+
+    kind: str
+    config: str
+    layers: int
+    format: str = "nvfp4"
+
+
+MODELS = {
+    "gpt-oss-120b": Published("GptOss", "GptOss", 12, "mxfp4"),
+    "Qwen3.6-35B-A3B": Published("Qwen3_5Moe", "Qwen3_5MoeText", 40),
+    "GLM-4.5-Air": Published("Glm4Moe", "Glm4Moe", 16),
+}
+TOKENS = (512, 2048, 4096)
+
+
+def build(published: Published, layers: int, device: torch.device, **sizes: object) -> tuple[nn.Module, int]:
+    """Return a random bf16 model of so many layers, and how many the published one has."""
+    import transformers
+
+    config = getattr(transformers, f"{published.config}Config")()
+    whole = config.num_hidden_layers
+    config = getattr(transformers, f"{published.config}Config")(**{"num_hidden_layers": layers} | sizes)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = getattr(transformers, f"{published.kind}ForCausalLM")(config)
+    finally:
+        torch.set_default_dtype(default)
+    return model.eval().requires_grad_(False), whole
+
+
+def rows(
+    name: str, layers: int, shares: Sequence[float], tokens: Sequence[int], device: torch.device, **sizes: object
+) -> Iterator[dict[str, object]]:
+    """A row of the resident model, and one for each share."""
+    start = time.perf_counter()
+    published = MODELS[name]
+    model, whole = build(published, layers, device, **sizes)
+    note(f"{name}: built", start)
+    top = "gpu" if device.type == "cuda" else "cpu"
+    config = vbrt.load_config("fp4", policy={"kind": "experts"}, weights=weights_of(published.format))
+    room = vbrt.make_plan(model, config).page_bytes * 9 // 8
+    vb = vbrt.wrap(model, config, tiers={tier: {"budget": room} for tier in dict.fromkeys((top, "cpu"))})
+    vb.materialize()
+    note("encoded", start)
+    head = {"model": name, "format": published.format, "layers": layers, "of": whole, "routing": "generated"}
+    experts = sum(page.nbytes for handle in expert_handles(vb) for page in handle.pages)
+    link = link_gb_s() * 1e9 if top == "gpu" else 50e9
+    resident = measured(vb, tokens, device)
+    yield head | {"share": 1.0, **resident} | in_all(vb, resident, layers, whole, tokens)
+    note("resident", start)
+    if top == "gpu":
+        put_below(vb)
+    for share in shares:
+        forget_graphs(vb)
+        vb.set_budget("gpu", budget_of(vb, share))
+        found = measured(vb, tokens, device)
+        limits = {t: max(resident[f"prompt_{t}_ms"], experts / link * 1e3) for t in tokens}
+        step = resident["ms"] + found["missed_mb"] / link * 1e9
+        yield {
+            **head,
+            "share": share,
+            "link_gb_s": link / 1e9,
+            **found,
+            **{f"prompt_{t}_of_limit": found[f"prompt_{t}_ms"] / limits[t] for t in tokens},
+            "of_limit": found["ms"] / step,
+            **in_all(vb, found, layers, whole, tokens),
+        }
+        note(f"{share:.0%}", start)
+    vb.close()
+
+
+@torch.no_grad()
+def measured(vb: vbrt.VBModelWrapper, tokens: Sequence[int], device: torch.device) -> dict[str, object]:
+    """Milliseconds of a step and of prompts, and the peak of GPU memory in each."""
+    found: dict[str, object] = {}
+    trace = Trace(routing_of(vb.module, traced_tokens()), device)
+    hooks = trace.lead(vb.module)
+    run = decode(vb, trace, how="eager")
+    for hook in hooks:
+        hook.remove()
+    found |= {"ms": run.seconds * 1e3, "hit_rate": run.hits / max(1e-9, run.hits + run.misses)}
+    found |= {"missed_mb": run.bytes_in / 1e6, "decides": "host" if host_decides(vb) else "gpu"}
+    hooks = route_at_random(vb.module)
+    for t in tokens:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        ids = torch.randint(0, 1000, (1, t), device=device)
+        found[f"prompt_{t}_ms"] = seconds(vb, ids) * 1e3
+        if device.type == "cuda":
+            found[f"prompt_{t}_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    for hook in hooks:
+        hook.remove()
+    return found | {"fallbacks": list(vb.stats().fallbacks)}
+
+
+def in_all(
+    vb: vbrt.VBModelWrapper, found: dict[str, object], layers: int, whole: int, tokens: Sequence[int]
+) -> dict[str, object]:
+    """What all layers would take, by proportion."""
+    kept = sum(t.nbytes for t in (*vb.module.parameters(), *vb.module.buffers())) / 1e9
+    times = whole / layers
+    row = {"whole_tokens_s": 1e3 / (found["ms"] * times)}
+    row |= {f"whole_prompt_{t}_tokens_s": t * 1e3 / (found[f"prompt_{t}_ms"] * times) for t in tokens}
+    peaks = {t: found.get(f"prompt_{t}_peak_gb") for t in tokens}
+    return row | {f"whole_{t}_gb": kept + (peak - kept) * times for t, peak in peaks.items() if peak is not None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--layers", type=int, help="instead of those that fit")
+    parser.add_argument("--shares", type=float, nargs="+", default=[25, 10], help="percent of the expert pages")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    result: dict[str, object] = {"machine": machine(), "rows": []}
+    for name in asked.models:
+        layers, shares = asked.layers or MODELS[name].layers, [share / 100 for share in asked.shares]
+        for row in rows(name, layers, shares, asked.tokens, torch.device("cuda", 0)):
+            say(row)
+            result["rows"].append(row)
+    slug = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    out = asked.out or ROOT / "benchmarks" / "results" / f"experts-models-{slug}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

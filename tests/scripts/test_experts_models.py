@@ -1,0 +1,28 @@
+"""The benchmark of published mixtures: rows of tiny models of each of its classes."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from scripts import experts_decode
+from scripts.experts_models import MODELS, rows
+
+SIZES = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts_per_tok": 2}
+OWN = {
+    "gpt-oss-120b": {"num_local_experts": 8},
+    "Qwen3.6-35B-A3B": {"num_experts": 8, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2}
+    | {"linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "GLM-4.5-Air": {"n_routed_experts": 8},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tiny_model_has_a_row(name, monkeypatch):
+    monkeypatch.setattr(experts_decode, "WARM", 1)
+    monkeypatch.setattr(experts_decode, "COUNTED", 2)
+    (row,) = rows(name, 4, [], [16], torch.device("cpu"), **SIZES | OWN[name])
+    assert row["model"] == name and row["layers"] == 4 < row["of"]
+    assert row["whole_tokens_s"] == pytest.approx(1e3 / row["ms"] * 4 / row["of"])
+    assert row["prompt_16_ms"] > 0 and row["whole_prompt_16_tokens_s"] > 0
