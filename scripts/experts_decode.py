@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -128,6 +129,18 @@ class Trace:
         self.done += self.done[-1:] * (leases - len(self.done))
 
 
+def masks(config: Any, device: torch.device) -> dict[str, Tensor] | None:
+    """Masks of a step at the first place, where attention makes them with a copy from the host, as gpt-oss's does."""
+    if config._attn_implementation != "eager":
+        return None
+    found = {}
+    for kind in dict.fromkeys(config.layer_types):
+        columns = min(CACHE_TOKENS, config.sliding_window) if kind == "sliding_attention" else CACHE_TOKENS
+        found[kind] = torch.full((1, 1, 1, columns), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16)
+        found[kind][..., 0] = 0
+    return {kind: mask.to(device) for kind, mask in found.items()}
+
+
 class Decoder:
     """Steps of one token on a static cache."""
 
@@ -137,6 +150,7 @@ class Decoder:
         self._model, self._how = model, how
         config = model.config
         self._cache = StaticCache(config=config, max_cache_len=CACHE_TOKENS)
+        self._masks = masks(config, device)
         self._token = torch.ones(1, 1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self.logits: Tensor | None = None
@@ -151,6 +165,7 @@ class Decoder:
         return self._model(
             input_ids=self._token,
             position_ids=self._position[None],
+            attention_mask=self._masks,
             cache_position=self._position,
             past_key_values=self._cache,
             use_cache=True,
@@ -163,7 +178,7 @@ class Decoder:
             self.step()
             if turn == 0 and self._how == "compiled":  # an eager pass comes first: it gives the experts their cache
                 self._model = torch.compile(self._model, options=vbrt.compile_options(), dynamic=False)
-        if host_decides(self._model):
+        if self._how == "steps" or host_decides(self._model):
             return self.step
         if self._how == "joined":
             warm()

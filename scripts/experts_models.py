@@ -1,9 +1,10 @@
 """Published mixtures of experts by a share of their experts; write benchmarks/results/experts-models-<gpu>.json.
 
 Models of published shapes (the defaults of transformers' configs) with random weights, in 4 bits, with as many of their
-layers as 80 GB hold in bf16, in which a GPU has them until they are encoded. First with all pages on the GPU,
-then with a share of the experts' there, the others page-locked in host memory: decoding along a generated trace with
-published reuse, a step a CUDA graph, and prompts whose tokens go to experts at random, so that they read them all.
+layers as 80 GB hold in bf16, in which a GPU has them until they are encoded. First with all pages on the GPU, then with
+a share of the experts' there, the others page-locked in host memory: decoding along a generated trace with published
+reuse, and prompts whose tokens go to experts at random, so that they read them all. A step is a CUDA graph, "joined" by
+vbrt's fused kernels or "eager", where the model's code can be recorded; otherwise the host launches it ("steps").
 
 The limit of a prompt is the larger of the resident one's time and that of the experts' bytes once over the link; of a
 step, the resident one's and that of the missed bytes over the link. `whole` is what all layers take: a step's or
@@ -54,12 +55,17 @@ class Published(NamedTuple):
     config: str
     layers: int
     format: str = "nvfp4"
+    sizes: dict[str, object] = {}  # noqa: RUF012  # of the published config, where transformers has no defaults
 
 
+#: its n-gram table has a fiftieth of its rows, 1.5 GiB instead of 76: a lookup reads as many
+QWEN4 = {"ple_layer_ids": [1], "eos_token_id": 1, "indexer_kv_heads": 1, "indexer_compress_ratio": 4}
+QWEN4 |= {"indexer_n_heads": 16, "indexer_head_dim": 256, "indexer_budget": 2048, "ngram_vocab_size_base": 400_000}
 MODELS = {
     "gpt-oss-120b": Published("GptOss", "GptOss", 12, "mxfp4"),
     "Qwen3.6-35B-A3B": Published("Qwen3_5Moe", "Qwen3_5MoeText", 40),
     "GLM-4.5-Air": Published("Glm4Moe", "Glm4Moe", 16),
+    "Qwen3.8-Flash-Next": Published("Qwen4Exp", "Qwen4ExpText", 16, sizes=QWEN4),
 }
 TOKENS = (512, 2048, 4096)
 
@@ -70,7 +76,9 @@ def build(published: Published, layers: int, device: torch.device, **sizes: obje
 
     config = getattr(transformers, f"{published.config}Config")()
     whole = config.num_hidden_layers
-    config = getattr(transformers, f"{published.config}Config")(**{"num_hidden_layers": layers} | sizes)
+    config = getattr(transformers, f"{published.config}Config")(
+        **published.sizes | {"num_hidden_layers": layers} | sizes
+    )
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -102,6 +110,7 @@ def rows(
     resident = measured(vb, tokens, device)
     yield head | {"share": 1.0, **resident} | in_all(vb, resident, layers, whole, tokens)
     note("resident", start)
+    forget_graphs(vb)
     if top == "gpu":
         put_below(vb)
     for share in shares:
@@ -129,10 +138,17 @@ def measured(vb: vbrt.VBModelWrapper, tokens: Sequence[int], device: torch.devic
     found: dict[str, object] = {}
     trace = Trace(routing_of(vb.module, traced_tokens()), device)
     hooks = trace.lead(vb.module)
-    run = decode(vb, trace, how="eager")
+    for how in ("joined", "eager", "steps"):  # what transformers' code allows
+        try:
+            trace.done.clear()
+            run = decode(vb, trace, how=how)
+            break
+        except RuntimeError as error:
+            forget_graphs(vb)
+            print(f"# {how}: {str(error).splitlines()[0]}", file=sys.stderr)
     for hook in hooks:
         hook.remove()
-    found |= {"ms": run.seconds * 1e3, "hit_rate": run.hits / max(1e-9, run.hits + run.misses)}
+    found |= {"how": how, "ms": run.seconds * 1e3, "hit_rate": run.hits / max(1e-9, run.hits + run.misses)}
     found |= {"missed_mb": run.bytes_in / 1e6, "decides": "host" if host_decides(vb) else "gpu"}
     hooks = route_at_random(vb.module)
     for t in tokens:

@@ -16,9 +16,12 @@ OWN = {
     | {"linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "GLM-4.5-Air": {"n_routed_experts": 8},
 }
+OWN["Qwen3.8-Flash-Next"] = OWN["Qwen3.6-35B-A3B"] | {"hc_lowrank": 16, "ngram_vocab_size_base": 1000}
+OWN["Qwen3.8-Flash-Next"] |= {"indexer_n_heads": 2, "indexer_head_dim": 32, "indexer_budget": 32}
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
 def test_a_tiny_model_has_a_row(name, monkeypatch):
     monkeypatch.setattr(experts_decode, "WARM", 1)
     monkeypatch.setattr(experts_decode, "COUNTED", 2)
