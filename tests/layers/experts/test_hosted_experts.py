@@ -2,6 +2,8 @@
 the cache, the mailbox and its team are those of a GPU."""
 
 import ctypes
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -132,6 +134,21 @@ def test_new_caches_and_new_weights_are_followed(cached):
     vb.load_state_dict({name: -tensor for name, tensor in vb.state_dict().items()})
     assert not any(torch.equal(*both) for both in zip(outputs(vb, TRACE), first, strict=True))
     vb.close()
+
+
+def test_a_cache_that_ends_frees_its_memory_at_once(cached):
+    vb = cached(room=16)
+    outputs(vb, TRACE, tokens=8)
+    caches = vb._attachment.expert_cache
+    assert caches._cache.has_ring
+    memory = weakref.ref(caches._cache._arena.memory.untyped_storage())
+    gc.disable()
+    try:
+        caches.reset()
+        outputs(vb, TRACE)
+        assert caches._cache is not None and memory() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["GptOssExperts", "AriaExperts", "NemotronHExperts"])

@@ -491,6 +491,7 @@ class DeviceCache:
             if arena is not None:
                 if self._ring is not None:
                     self._ring.stop()
+                    self._ring = None  # it refers to this cache: the arena's memory would wait for the collector
                 arena.close()
                 self._arena = None
 
