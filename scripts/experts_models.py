@@ -53,7 +53,7 @@ from vbrt.estimation.advice.machine_rates import link_gb_s
 class Published(NamedTuple):
     """A model as transformers' config of this name describes it, the layers to build, its 4-bit format, and its steps.
 
-    Recurrent layers change their state, so that a joined step could not be compared; Qwen3.8's indexer asks for the host.
+    Recurrent layers change their state, so that joined steps cannot be compared; Qwen3.8's indexer asks the host.
     """
 
     kind: str
