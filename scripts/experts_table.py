@@ -46,6 +46,7 @@ def costs() -> str:
         if "missed_mb" in row:
             found = _row(row["case"].partition(" ")[0], {}, row, by)
             rows.append((f"{recorded['layers']} layers of {found[0]}", *found[1:]))
+    rows += [_published(row, by) for row in _read("experts-models-nvidia-h200")["rows"]]
     predicted = _read("predicted-rtx-4070")["rows"][_CASE]
     step = {"tokens_s": 1e3 / predicted["ms"], "peak_gb": predicted["gb"]}
     rows.append(_row("25%", {}, step, "predicted, RTX 4070"))
@@ -57,6 +58,23 @@ def _row(share: str, prompt_ms: dict[int, float], step: dict[str, Any], by: str)
     rates = (f"{tokens / prompt_ms[tokens] * 1e3:,.0f}" if prompt_ms else "–" for tokens in _TOKENS)
     memory = f"{step['peak_gb']:.1f}" if "peak_gb" in step else "–"
     return _SHAPE.format(origin(step)), share, memory, first, *rates, f"{step['tokens_s']:.0f}" if step else "–", by
+
+
+def _published(row: dict[str, Any], by: str) -> tuple[str, ...]:
+    """A row of `experts_models.py`: of all layers, in proportion to those that were there."""
+    times, share = row["of"] / row["layers"], "all" if row["share"] == 1 else f"{row['share']:.0%}"
+    name = f"{row['model']}'s shape in 4 bits; random weights, {row['routing']} routing"
+    rates = (row.get(f"whole_prompt_{tokens}_tokens_s") for tokens in _TOKENS)
+    memory = max(gb for key, gb in row.items() if key.startswith("whole_") and key.endswith("_gb"))
+    return (
+        name,
+        share,
+        f"{memory:.1f}",
+        f"{row['prompt_512_ms'] * times:.0f}",
+        *("–" if rate is None else f"{rate:,.0f}" for rate in rates),
+        f"{row['whole_tokens_s']:.0f}",
+        by if times == 1 else f"extrapolated from {row['layers']} of {row['of']} layers, {by.partition(', ')[2]}",
+    )
 
 
 def _read(name: str) -> dict[str, Any]:
