@@ -20,6 +20,8 @@ codes are read from the beginning of the row's span: none more where K is a mult
 768. To graphs a lookup is one operator, `vbrt::rows`, which is cut out of CUDA graphs that torch.compile makes.
 max_norm, subclasses and `mode = "train"` keep a table dense. Lookups are not drawn in timelines.
 
+**`weight.dtype`** and other facts are answered without decoding the weight (`weight_facts.py`).
+
 **DTensors** (`sharded_linear.py`): lossless weights are multiplied by DTensor's own rules, others by kernels whose
 result is then declared a shard or a partial sum.
 """

@@ -7,6 +7,7 @@ computes with it as the plain layer would, and never stores it.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.compiler import is_compiling
 from vbrt.errors import WrapError
 from vbrt.kernels.decoded_weight import DecodedWeight
 from vbrt.kernels.operator_trace import recorder
+from vbrt.layers.modules.weight_facts import WeightFacts, asks_for_facts
 from vbrt.layers.swapped_layer import SwappedLayer
 from vbrt.layers.weights.weight_shards import as_whole, local_of
 from vbrt.libraries.torch_api import is_fake
@@ -106,12 +108,14 @@ class HeldLayer(SwappedLayer):
 
     # -- reading and assigning ----------------------------------------------------------------------------------------
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> torch.Tensor | WeightFacts:
         """A temporary in the original shape and dtype: decoded, or in the memory of the dense parameter.
 
         While a reference to the temporary exists, all layers on this weight return the same one, and a write to it
         makes these layers dense until their next forward. If a forward of the model reads a weight that is not
         encoded yet, it is encoded first, so that this forward computes with the same values as later ones.
+
+        Called by the parameter's property, whose reader gets only facts if it asks for no more: nothing is decoded.
         """
         given = self._parameters[name]
         if given is not None:
@@ -119,11 +123,18 @@ class HeldLayer(SwappedLayer):
         if is_compiling():
             return self._by_operator(name)
         self.notice_writes()
+        if asks_for_facts(sys._getframe(2), name):
+            return self._facts(name)
         self._note_read()
         handle = self._vb_handle
         if handle.device.type == "cpu" and recorder() is not None and not handle.dense:
             return self._by_operator(name)  # each replay decodes it: a temporary would be the tape's for good
         return handle.lend(self._held()[name])
+
+    def _facts(self, name: str) -> WeightFacts:
+        handle = self._vb_handle
+        holder = next(iter(handle.dense_parameters()), handle)
+        return WeightFacts(holder.device, holder.dtype, handle.shape_of(self._held()[name]))
 
     def _note_read(self) -> None:
         """Encode dense parameters that a forward of the model reads; else note that they were read."""
