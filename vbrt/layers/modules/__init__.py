@@ -18,7 +18,8 @@ rows are read at home, the head leases. In a kernel's order an entry holds 16 ro
 decoded for a row of K: dense and 4 bits K, tiles 16 K. The fine plane's lists have an index every 4096 weights, so
 codes are read from the beginning of the row's span: none more where K is a multiple of 4096, K more for 2048, 6 K for
 768. To graphs a lookup is one operator, `vbrt::rows`, which is cut out of CUDA graphs that torch.compile makes.
-max_norm, subclasses and `mode = "train"` keep a table dense. Lookups are not drawn in timelines.
+max_norm, subclasses without a record and `mode = "train"` keep a table dense. A subclass with a record computes with
+the rows (`derived_embedding.py`). Lookups are not drawn in timelines.
 
 **`weight.dtype`** and other facts are answered without decoding the weight (`weight_facts.py`).
 

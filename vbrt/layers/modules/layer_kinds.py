@@ -132,6 +132,52 @@ def _special(name: str, model: str, parts: dict[str, str], **others: Any) -> Kin
     )
 
 
+def _derived(model: str, name: str) -> Kind:
+    """Return the record of a subclass of nn.Embedding of transformers' `model` that computes with the rows."""
+    return Kind(
+        name,
+        f"transformers.models.{model}.modeling_{model}",
+        "vbrt.layers.modules.derived_embedding",
+        by_rows=True,
+        modes=("infer",),
+        refuse=_renormalizes,
+    )
+
+
+#: how the classes begin, by model
+_SCALED = {
+    "bart": "Bart",
+    "bigbird_pegasus": "BigBirdPegasus",
+    "biogpt": "BioGpt",
+    "blenderbot": "Blenderbot",
+    "diffusion_gemma": "DiffusionGemmaText",
+    "embedding_gemma2": "EmbeddingGemma2Text",
+    "gemma": "GemmaText",
+    "gemma2": "Gemma2Text",
+    "gemma3": "Gemma3Text",
+    "gemma3n": "Gemma3nText",
+    "gemma4": "Gemma4Text",
+    "gemma4_unified": "Gemma4UnifiedText",
+    "m2m_100": "M2M100",
+    "mbart": "MBart",
+    "minicpm3": "MiniCPM3",
+    "nllb_moe": "NllbMoe",
+    "pegasus_x": "PegasusX",
+    "plbart": "PLBart",
+    "pp_formulanet": "PPFormulaNet",
+    "seamless_m4t": "SeamlessM4T",
+    "seamless_m4t_v2": "SeamlessM4Tv2",
+    "trocr": "TrOCR",
+    "vaultgemma": "VaultGemmaText",
+    "xglm": "XGLM",
+}
+_NORMED = {
+    "inkling": "Inkling",
+    "inkling2": "Inkling2",
+    "inkling2_loop": "Inkling2Loop",
+    "muse_glimmer": "MuseGlimmerText",
+    "muse_spark": "MuseSparkText",
+}
 _UP_DOWN = {"gate_up_proj": "up", "down_proj": "down"}
 _RECORDS = (
     Kind("Linear", "torch.nn.modules.linear", "vbrt.layers", splits=True),
@@ -151,6 +197,8 @@ _RECORDS = (
         modes=("infer", "full"),
         refuse=_renormalizes,
     ),
+    *(_derived(model, f"{prefix}ScaledWordEmbedding") for model, prefix in _SCALED.items()),
+    *(_derived(model, f"{prefix}NormedEmbedding") for model, prefix in _NORMED.items()),
     _experts("Experts", ("gate_up_proj", "down_proj")),
     _experts("TransposedExperts", ("gate_up_proj", "down_proj"), transposed=True),
     _experts("UngatedExperts", ("up_proj", "down_proj")),
