@@ -414,11 +414,11 @@ def _note(site: WeightSite, dtype: str, format: str, fine: str) -> str:
 def _account_rest(survey: _Survey, swaps: list[Swap], refused: dict[str, Skip]) -> dict[str, Skip]:
     """Return `refused` with the bytes of all unswapped parameters and buffers, once per storage, in model order.
 
-    A storage that a refused layer shares is counted where it stays dense, such as at the embedding of a tied head.
+    A storage that several modules share is counted at one of them, such as at the embedding of a tied head.
     """
     modules, sites = survey.modules, [site for swap in swaps for site in swap.sites]
     swapped = {site.module for site in sites}
-    seen = {_storage_key(local_of(modules[site.module]._parameters[site.parameter])) for site in sites}
+    seen = {_storage_key(local_of(modules[site.module]._parameters[site.parameter])): site.name for site in sites}
     rest = dict(refused)
     for name in sorted(modules, key=lambda name: name in refused):
         module = modules[name]
@@ -427,11 +427,15 @@ def _account_rest(survey: _Survey, swaps: list[Swap], refused: dict[str, Skip]) 
             rest[name] = Skip(0, f"{type(module).__name__} before its first call: run the model once, then wrap it")
             continue
         fresh = {n: p for n, p in own.items() if _storage_key(p) not in seen}
-        seen |= {_storage_key(p) for p in fresh.values()}
+        seen |= {_storage_key(p): f"{name}.{n}" for n, p in fresh.items()}
         if fresh:
             reason = refused[name].reason if name in refused else _why_kept(module, fresh, survey.config)
             reason = "bias of a swapped layer" if name in swapped else reason
             rest[name] = Skip(sum(map(nbytes_of, fresh.values())), reason)
+        elif own and name not in rest and name not in swapped:
+            rest[name] = Skip(
+                0, f"shares storage with {seen[_storage_key(next(iter(own.values())))]}, which stays dense"
+            )
     return {name: rest[name] for name in modules if name in rest}
 
 

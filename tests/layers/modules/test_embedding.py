@@ -197,6 +197,16 @@ class Scaled(nn.Embedding):
         return 3 * super().forward(ids)
 
 
+def test_two_tables_of_one_weight_stay_with_a_reason_for_each():
+    model = nn.ModuleList([Scaled(60, 64), Scaled(60, 64), nn.Linear(64, 64)])
+    model[1].weight = model[0].weight
+    plan = wrapped(model=model.eval()).plan
+    assert "semantics of its own" in plan.skipped["0"].reason and plan.skipped["0"].nbytes == 15360
+    assert (
+        plan.skipped["1"].reason == "shares storage with 0.weight, which stays dense" and not plan.skipped["1"].nbytes
+    )
+
+
 @pytest.mark.parametrize(
     ("table", "mode", "words"),
     [
