@@ -10,7 +10,7 @@ from torch import nn
 import vbrt
 from tests.models import config, gpt2, llama, mlp, wrap
 from vbrt.config import Machine, load_config
-from vbrt.errors import ConfigError, WrapError
+from vbrt.errors import ConfigError, NoRoomError, WrapError
 
 
 def plan_of(model, format="dense", **weights):
@@ -519,6 +519,19 @@ def test_a_table_that_is_a_large_part_of_a_model_goes_into_the_tiers(rows, tied,
     plan = vbrt.make_plan(model, load_config("fp4", **changed), machine)
     assert any(swap.by_rows and swap.format == "dense" for swap in plan.swaps) == held
     assert any("take a tenth of the model or more" in note for note in plan.notes) == held and not plan.warnings
+
+
+def test_a_table_that_a_head_shares_stays_beside_large_ones_where_it_fits():
+    """Each pass reads all of it, as the head; the other table's rows are few."""
+    with torch.device("meta"):
+        tables = nn.ModuleDict({"word": nn.Embedding(30000, 1024), "by_layer": nn.Embedding(30000, 4096)})
+        model = nn.ModuleList([tables, nn.Linear(1024, 1024), nn.Linear(1024, 30000, bias=False)])
+    model[2].weight = tables["word"].weight
+    plan = vbrt.make_plan(model, load_config("fp4"), GPU_24GB)
+    assert [swap.name for swap in plan.swaps if swap.by_rows] == ["0.by_layer"]
+    assert "another layer reads whole; weights.embeddings = true swaps both" in plan.skipped["0.word"].reason
+    with pytest.raises(NoRoomError, match=r"0\.word \(117\.2 MiB; Embedding: a lookup table, read by rows"):
+        vbrt.make_plan(model, load_config("fp4"), replace(GPU_24GB, gpu_free_bytes=64 << 20))
 
 
 def test_a_model_whose_table_does_not_fit_runs_from_its_files(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 It also works on models built under `torch.device("meta")`, so that a plan needs no weights.
 """
 
+import contextlib
 import functools
 import os
 from collections import Counter
@@ -98,8 +99,13 @@ def make_plan(
     if saved is not None:
         return plan(config)
     large = _large_tables(model, config, machine)
-    found, added = with_tables_if_needed(model, _holding(config, large) if large else config, plan)
-    return noting_tables(_noting(found, large, "that take a tenth of the model or more"), added)
+    if large:
+        others = (name for name in _tables(model, config) if name not in large)
+        shared = tuple(n for n in others if not any(fnmatchcase(n, p) for p in config.weights.exclude))
+        with contextlib.suppress(NoRoomError):  # else it is that of the given config
+            found = _noting(plan(_holding(config, large, shared)), large, "that take a tenth of the model or more")
+            return _keeping(found, shared)
+    return noting_tables(*with_tables_if_needed(model, config, plan))
 
 
 def with_tables_if_needed(
@@ -146,23 +152,32 @@ def _tables(model: nn.Module, config: VBConfig) -> tuple[str, ...]:
 
 
 def _large_tables(model: nn.Module, config: VBConfig, machine: Machine) -> tuple[str, ...]:
-    """Return the lookup tables of a model if those that no other layer shares take a tenth of it, and a GPU computes,
-    which reads their rows in page-locked memory."""
+    """Return the lookup tables that no other layer shares if they take a tenth of a model, and a GPU computes, which
+    reads their rows in page-locked memory."""
     tables, modules, cpu = _tables(model, config), named_modules(model), config.tiers.cpu
     if not tables or compute_tier(config, machine) != "gpu" or not (cpu.enabled and cpu.pinned) or cpu.shared:
         return ()
     if accelerator.is_available() and not serves(torch.device(accelerator.TYPE, accelerator.current_device())):
         return ()  # this machine's GPU would wait for the ids of each pass
     users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
-    own = sum(weight.nbytes for weight in (modules[name].weight for name in tables) if users[id(weight)] == 1)
+    own = tuple(name for name in tables if users[id(modules[name].weight)] == 1)
     every = sum(parameter.nbytes for parameter in model.parameters())
-    return tables if own >= max(_LARGE_TABLES, every * _LARGE_SHARE) else ()
+    large = sum(modules[name].weight.nbytes for name in own) >= max(_LARGE_TABLES, every * _LARGE_SHARE)
+    return own if large else ()
 
 
-def _holding(config: VBConfig, tables: Sequence[str]) -> VBConfig:
-    """Return the config with these tables in the tiers, in their own bits."""
+def _holding(config: VBConfig, tables: Sequence[str], kept: Sequence[str] = ()) -> VBConfig:
+    """Return the config with these tables in the tiers, in their own bits, and without those of `kept`."""
     formats = (*((table, "dense") for table in tables), *config.weights.formats)
-    return replace(config, weights=replace(config.weights, embeddings=True, formats=formats))
+    exclude = (*config.weights.exclude, *kept)
+    return replace(config, weights=replace(config.weights, embeddings=True, formats=formats, exclude=exclude))
+
+
+def _keeping(plan: Plan, tables: Sequence[str]) -> Plan:
+    """Return a plan that leaves these tables out, with the reason."""
+    reason = "a lookup table whose weight another layer reads whole; weights.embeddings = true swaps both"
+    kept = {name: replace(plan.skipped[name], reason=reason) for name in tables if name in plan.skipped}
+    return replace(plan, skipped={**plan.skipped, **kept})
 
 
 def _plan(
