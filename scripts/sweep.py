@@ -26,7 +26,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 TIMEOUT_SECONDS = 180
 PASS_SHARE = 0.99
-CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", "one-token", "one-token-bf16", "4-bit", "save")
+CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", "tables", "one-token", "one-token-bf16", "4-bit", "save")
 LOADING_CHECKS = ("from-pretrained", "planes-again", "dense-again", "by-vbrt", "planes-by-vbrt")
 READY, UNWRAPPED_DONE = "ready", "unwrapped done"
 
@@ -160,6 +160,18 @@ def report(found: list[dict], seconds: float) -> dict:
         print("modules of routed experts swapped, of those that there are:")
         for r in routed:
             print(f"  {r['kind']:9} {r['name']:36} {r['experts']}/{r['stacked']} {', '.join(r['classes'])}")
+    held = [r for r in by["pass"] + by["miss"] if r.get("tables")]
+    if held:
+        tables, refused = sum(r["tables"] for r in held), sum(len(r["refused"]) for r in held)
+        used = sum(r["tables_used"] for r in held)
+        print(f"{tables - refused}/{tables} lookup tables and heads are swapped, of which {used} weights ran; stay:")
+        for r in held:
+            for name, reason in r["refused"].items():
+                print(f"  {r['kind']:9} {r['name']:36} {name}: {reason}")
+        print("decoded whole by a forward, which computes with their weight:")
+        for r in held:
+            if r["decoded"]:
+                print(f"  {r['kind']:9} {r['name']:36} {', '.join(r['decoded'])}")
     share = len(by["pass"]) / ran if ran else 0.0
     empty = [r["name"] for r in by["pass"] if not r.get("swapped")]
     print(f"{len(empty)} of those that pass hold no layer that is swapped: {', '.join(empty) or '-'}")

@@ -24,6 +24,8 @@ _LONG = {
     ),
     "step3p7",
 }
+#: tables that a model computes with: positions that it resizes
+_READ_WHOLE = {"step3p7": ("vision_model.embeddings.position_embedding",)}
 _SAMPLE = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=pytest.mark.exhaustive if name in _LONG else ())
     for kind, name in zoo.SAMPLE
@@ -42,6 +44,8 @@ def test_wrapped_outputs_equal_the_unwrapped_ones_bit_for_bit(kind: str, name: s
     assert result.failures == {}
     assert result.verdicts["dense-ssd"] == "ok"  # xlnet cannot run in bf16, wrapped or not
     assert result.swapped > 0
+    assert (result.tables_used > 0) == (result.tables > 0), "no table or head in the tiers ran"
+    assert result.decoded == _READ_WHOLE.get(name, ()), "a lookup decodes its table whole"
     assert result.misses > 0, "nothing came from the ssd, so nothing was tested"
     assert not list(tmp_path.rglob("*.page")), "page files are left behind"
 

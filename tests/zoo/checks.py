@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from tests.zoo import zoo
 from tests.zoo.bits import difference, generate, reason_of
-from tests.zoo.routed import ROUTED_CHECKS, check_routed, stacked_modules
+from tests.zoo.routed import ROUTED_CHECKS, check_routed
+from tests.zoo.swaps import ALL, looked_up, refused_tables, stacked_modules, tables_and_heads
 from vbrt import load_config, make_plan, wrap
 
-__all__ = ["ALL", "CHECKS", "Result", "check", "difference"]
+__all__ = ["CHECKS", "Result", "check", "difference"]
 
-CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", *ROUTED_CHECKS)
-#: every layer is swapped, the smallest and the head too, and every table
-ALL = {"min_parameters": 0, "keep_head": False, "embeddings": True}
+CHECKS = ("dense-ssd", "exact-bf16", "generate", "experts", "tables", *ROUTED_CHECKS)
 
 
 @dataclass
@@ -30,6 +29,8 @@ class Result:
     """One architecture: `reason` why it does not run unwrapped ("" when it does), and a verdict for each check.
 
     `stacked` counts the modules that stack the matrices of experts, of these classes, `experts` those that are swapped.
+    `tables` counts lookup tables and output heads, `tables_used` their weights in the tiers that forwards have used;
+    `refused` are those that stay, with the plan's reason, `decoded` those that a forward decodes whole.
     A verdict is "ok", "n/a: why" where the unwrapped model cannot do it either, or what went wrong.
     """
 
@@ -41,6 +42,10 @@ class Result:
     experts: int = 0
     stacked: int = 0
     classes: tuple[str, ...] = ()
+    tables: int = 0
+    tables_used: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    decoded: tuple[str, ...] = ()
     parameters: int = 0
     misses: int = 0
     seconds: float = 0.0
@@ -122,12 +127,15 @@ def _check_dense(
     directory: Path,
 ) -> None:
     """fp32, half of the pages in the cpu tier, all of them on the ssd: twice forward, generate, and back."""
+    tables = tables_and_heads(model)
+    result.tables = len(tables)
     budget, total = _half(model)
     tiers = {"cpu": {"budget": budget}, "ssd": {"enabled": True, "path": str(directory)}} if total else {}
     vb = wrap(model, "dense", weights=ALL, tiers=tiers)
     with vb:
         result.swapped = len(vb.plan.swaps)
         result.experts = sum(len(swap.modules) for swap in vb.plan.swaps if swap.experts)
+        result.refused = refused_tables(vb.plan, tables)
         gaps = [difference(expected, zoo.forward(vb, inputs)) for _ in range(2)]
         gap = next((f"forward {i + 1}: {g}" for i, g in enumerate(gaps) if g), "")
         if tokens is not None and not gap:
@@ -137,6 +145,9 @@ def _check_dense(
                 result.verdicts["generate"] = reason_of(e)
         stats = vb.stats()
         result.misses = sum(layer.misses for layer in stats.layers.values())
+        result.tables_used, result.decoded = looked_up(vb.plan, stats.layers, tables)
+        silent = [name for name, reason in result.refused.items() if not reason]
+        result.verdicts["tables"] = f"neither swapped nor skipped: {silent}" if silent else "ok"
         peak = stats.tiers["cpu"].peak_bytes if total else 0
         if not gap and peak > budget:
             gap = f"the cpu tier held {peak} bytes of a budget of {budget}"

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.zoo import zoo
 from tests.zoo.bits import difference, reason_of
-from tests.zoo.checks import ALL, Result
+from tests.zoo.checks import Result
+from tests.zoo.swaps import ALL, looked_up, refused_tables, tables_and_heads
 from vbrt import QuantizationConfig, load, of
 from vbrt.integrations.hf_configs import meta_model
 
@@ -50,8 +51,10 @@ def check_loading(
         config = None if check == "planes-again" else QuantizationConfig("exact", weights=ALL, stored=stored)
         try:
             loaded = _load(type(model), source, quantization_config=config)
-            result.swapped = len(of(loaded).plan.swaps)
+            plan, tables = of(loaded).plan, tables_and_heads(loaded)
+            result.swapped, result.tables, result.refused = len(plan.swaps), len(tables), refused_tables(plan, tables)
             gap = difference(expected, zoo.forward(loaded, inputs))
+            result.tables_used, result.decoded = looked_up(plan, of(loaded).stats().layers, tables)
             if check == "from-pretrained":
                 loaded.save_pretrained(directory / "planes")
             elif check == "dense-again":

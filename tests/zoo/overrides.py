@@ -152,7 +152,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_talker_text": {
         "config": {"shared_expert_intermediate_size": WIDTH}, "inputs": {"inputs_embeds": ("f", (1, TOKENS, WIDTH)), "input_ids": None}
     },
-    "qwen4_exp_text": {"config": {"indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_n_heads": HEADS, "indexer_head_dim": HEAD_DIM, "indexer_kv_heads": 1}},
+    "qwen4_exp_text": {"config": {
+        "indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_n_heads": HEADS, "indexer_head_dim": HEAD_DIM, "indexer_kv_heads": 1,
+        "ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "eos_token_id": 2,
+    }},
     "recurrent_gemma": {"config": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]}},
     "reformer": {
         "config": {"axial_pos_shape": (8, 16), "axial_pos_embds_dim": (32, 32), "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "attn_layers": ["local", "lsh"]}
@@ -251,6 +254,7 @@ SAMPLE: tuple[tuple[str, str], ...] = (
     ("base", "muse_spark_text"),  # a norm behind each expert
     ("base", "step3p7"),
     ("causal", "qwen2_moe"),
+    ("causal", "qwen4_exp_text"),  # n-gram tables, asked for their device
     ("causal", "deepseek_v3"),  # latent attention, grouped routing
     ("causal", "nemotron_h"),
     ("causal", "jamba"),

@@ -1,4 +1,5 @@
-"""What must hold for every architecture with routed experts, beyond what `checks` asks of all."""
+"""What must hold for every architecture with routed experts, beyond what `checks` asks of all. Tables and heads are in the
+tiers, too."""
 
 from __future__ import annotations
 
@@ -13,28 +14,14 @@ from torch import Tensor, nn
 import vbrt
 from tests.zoo import zoo
 from tests.zoo.bits import difference, generate, reason_of
+from tests.zoo.swaps import ALL, stacked_modules, tables_and_heads
 from vbrt.layers.experts import VBExperts
 
-__all__ = ["IMPLEMENTATIONS", "ROUTED_CHECKS", "check_routed", "stacked_modules"]
+__all__ = ["IMPLEMENTATIONS", "ROUTED_CHECKS", "check_routed"]
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 #: experts in float32 and in exact bf16 with room for one token; 4 bits; saves and copies
 ROUTED_CHECKS = ("one-token", "one-token-bf16", "4-bit", "save")
-_SMALL = {"min_parameters": 0}
-
-
-def stacked_modules(model: nn.Module) -> list[str]:
-    """Return the modules whose parameters stack matrices, or that hold experts otherwise than as modules: all that
-    should be swapped as experts."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if "Expert" in type(module).__name__
-        and any(
-            p is not None and (p.ndim == 3 or (p.ndim == 2 and "w1" in module._parameters))
-            for p in module._parameters.values()
-        )
-    ]
 
 
 def check_routed(kind: str, name: str, directory: Path, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, str]:
@@ -59,7 +46,7 @@ def _settings(model: nn.Module, format: str, directory: Path) -> dict[str, Any]:
     """An ssd tier, and host memory for what the largest layer takes for one token."""
     format, fine = ("nvfp4", "exact") if format == "exact" else (format, "none")
     settings: dict[str, Any] = {
-        "weights": {"format": format, "fine": fine, **_SMALL},
+        "weights": {"format": format, "fine": fine, **ALL},
         "tiers": {"gpu": {"enabled": False}},
     }
     plan = vbrt.make_plan(model, vbrt.load_config(settings))
@@ -105,10 +92,10 @@ def _one_token_bf16(kind: str, name: str, directory: Path) -> str:
 
 
 def _4_bit(model: nn.Module, inputs: Mapping[str, Any], directory: Path) -> str:
-    """The experts in 4 bits: what the same model gives with the weights that 4 bits have rounded."""
+    """Experts, tables and heads in 4 bits: what the same model gives with the weights that 4 bits have rounded."""
     model = copy.deepcopy(model)
     settings = _settings(model, "nvfp4", directory)
-    settings["weights"]["include"] = stacked_modules(model)
+    settings["weights"]["include"] = [*stacked_modules(model), *tables_and_heads(model)]
     with vbrt.wrap(model, settings) as vb:
         got = zoo.forward(vb, inputs)
         ways = {m.handle.forwards for m in model.modules() if isinstance(m, VBExperts)}
