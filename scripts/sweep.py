@@ -157,7 +157,8 @@ def report(found: list[dict], seconds: float) -> dict:
         print(f"{check:14} {ok}/{len(counted)} ({without} cannot do it unwrapped)")
     routed = [r for r in by["pass"] + by["miss"] if r.get("stacked")]
     if routed:
-        print("modules of routed experts swapped, of those that there are:")
+        classes = {name for r in routed for name in r["classes"]}
+        print(f"modules of routed experts swapped, of those that there are, of {len(classes)} classes:")
         for r in routed:
             print(f"  {r['kind']:9} {r['name']:36} {r['experts']}/{r['stacked']} {', '.join(r['classes'])}")
     held = [r for r in by["pass"] + by["miss"] if r.get("tables")]

@@ -155,6 +155,15 @@ def test_the_table_of_what_experts_cost_is_the_one_that_is_generated():
     assert text == experts_table.written(text), "scripts/experts_table.py writes it"
 
 
+def test_the_classes_of_experts_are_those_of_the_transformers_that_the_page_names():
+    transformers, zoo = pytest.importorskip("transformers"), pytest.importorskip("tests.zoo.experts")
+    text = (ROOT / "docs" / "experts.md").read_text("utf-8")
+    ((version, classes),) = re.findall(r"transformers (\d+\.\d+): the (\d+) classes", text)
+    if not transformers.__version__.startswith(f"{version}."):
+        pytest.skip(f"the page is of transformers {version}")
+    assert (int(classes), "and six with\ntheir own forward" in text) == (len(zoo.DECORATED), len(zoo.SPECIAL) == 6)
+
+
 def test_the_table_of_published_layouts_is_the_one_that_is_generated():
     text = format_tables.PAGE.read_text("utf-8")
     assert text == format_tables.written(text), "scripts/format_tables.py writes it"
