@@ -7,8 +7,9 @@ pytest.importorskip("transformers")
 
 from tests.zoo.loading import LOADING_CHECKS, check_loading
 
-#: computes otherwise if a config says that it is quantized; keeps norms in fp32; experts apart and biases; tied tables
-SAMPLE = ("falcon_mamba", "flint", "gpt_oss", "opt")
+#: computes otherwise if a config says that it is quantized; keeps norms in fp32; experts apart and biases; files that
+#: are cut to, or split by, the shapes of parameters; tied tables
+SAMPLE = ("falcon_mamba", "flint", "gpt_oss", "inkling2_text", "lara_mini", "opt")
 
 
 @pytest.mark.sample(3)

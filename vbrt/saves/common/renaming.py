@@ -120,6 +120,23 @@ def _rules_for(model: nn.Module) -> _Rules | None:
     )
 
 
+class _AsBuilt:
+    """A model as conversions see it: with outlines of the parameters that it was built with, which they ask for shapes
+    and dtypes, and which layers in the tiers lack until they are filled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        named = model.named_parameters(remove_duplicate=False)
+        self._outlines = {name: torch.empty_like(parameter, device="meta") for name, parameter in named}
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Return the outline of a parameter. Raises KeyError: there is none of this name."""
+        return self._outlines[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 _STACKED = [("MergeModulelist", 0)]
 
 
@@ -128,7 +145,7 @@ class _Group:
     """Source tensors of one conversion rule, which makes one or more model tensors; `first` names one of them."""
 
     path: Path
-    model: nn.Module
+    model: _AsBuilt
     first: str
     rule: Any
     sources: list[tuple[str, str, TensorSource]] = field(default_factory=list)  # (pattern, name, file)
@@ -227,12 +244,13 @@ def _keeps_apart(operation: Any) -> bool:
 
 def _converted(path: Path, model: nn.Module, found: Mapping[str, TensorSource], rules: _Rules) -> dict[str, Entry]:
     groups: dict[str, _Group] = {}
+    as_built = _AsBuilt(model)
     origin: dict[str, str] = {}
     out: dict[str, Entry] = {}
     for name in sorted(found, key=rules.order):  # natural sort: experts in numeric order
         new, pattern = rules.rename(name)
         if pattern is not None:
-            group = groups.setdefault(new, _Group(path, model, new, rules.converters[pattern]))
+            group = groups.setdefault(new, _Group(path, as_built, new, rules.converters[pattern]))
             group.sources.append((pattern, name, found[name]))
             continue
         _check_new(path, origin, new, name)
