@@ -68,6 +68,7 @@ WRONG_VALUES = [
     ("tiers.peer.devices", ["cuda:1"], f"['cuda:1']; {GPUS}, or \"auto\""),
     ("tiers.cpu.pinned", 0, "0; expected true or false"),
     ("tiers.cpu.shared", "yes", '"yes"; expected true or false'),
+    ("tiers.cpu.path", " ", f'" "; {DIRECTORY}'),
     ("tiers.ssd.path", 3, f"3; {DIRECTORY}"),
     ("tiers.ssd.path", " ", f'" "; {DIRECTORY}'),
     ("tiers.ssd.path", "a\0b", f'"a\\u0000b"; {DIRECTORY}'),

@@ -74,6 +74,7 @@ class CpuOverrides(TypedDict, total=False):
     budget: int | str
     pinned: bool
     shared: bool
+    path: str | PathLike[str] | None
 
 
 class SsdOverrides(TypedDict, total=False):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from vbrt.config.parse_budgets import parse_budget
 from vbrt.config.section import Section, opt
-from vbrt.config.value_checks import auto_or, choice, directory, flag, gpus, gpus_or
+from vbrt.config.value_checks import auto_or, choice, directory, flag, gpus, gpus_or, wrong
 from vbrt.errors import ConfigError
 
 __all__ = ["IO_MODES", "CpuTier", "GpuTier", "PeerTier", "SsdTier", "memory_budget"]
@@ -63,6 +63,8 @@ class CpuTier(Section):
     pinned: page-locked with CUDA, so that H2D copies are asynchronous. Pageable memory is copied through a small pinned
     relay, which takes a core.
     shared: ranks of a process group hold an equal part of each page, and gather pages on GPUs; `budget` is per rank.
+    path: directory on a tmpfs through which processes of one machine share pages: each page is in memory once.
+    Raises ConfigError for `path` with `shared`.
     """
 
     _key: ClassVar[str] = "tiers.cpu"
@@ -71,6 +73,12 @@ class CpuTier(Section):
     budget: int | str = opt("auto", memory_budget)
     pinned: bool = opt(True, flag)
     shared: bool = opt(False, flag)
+    path: str | None = opt(None, directory)
+
+    @classmethod
+    def _rule(cls, values: Mapping[str, Any], where: str) -> None:
+        if values["shared"] and values["path"] is not None:
+            raise wrong(f"{where}.path", values["path"], f"{cls._key}.shared = true shares pages already: leave it out")
 
 
 @dataclass(frozen=True, slots=True)

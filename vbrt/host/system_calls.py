@@ -21,7 +21,18 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["DIRECT", "NO_FOLLOW", "OPEN_FLAGS", "Directory", "lock", "read_at", "sync_directory", "write_at"]
+__all__ = [
+    "DIRECT",
+    "NO_FOLLOW",
+    "OPEN_FLAGS",
+    "Directory",
+    "file_system",
+    "lock",
+    "read_at",
+    "share_lock",
+    "sync_directory",
+    "write_at",
+]
 
 _WINDOWS = sys.platform == "win32"
 #: for every file: not inherited by other programs, bytes as they are; opening a FIFO or a terminal has no effect
@@ -72,6 +83,11 @@ def _flock(fd: int, *, wait: bool) -> None:
     fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def share_lock(fd: int) -> None:
+    """Lock a file together with other processes that do so, in place of this descriptor's lock; POSIX only."""
+    fcntl.flock(fd, fcntl.LOCK_SH)
+
+
 def _lock_first_byte(fd: int, *, wait: bool) -> None:
     while True:
         os.lseek(fd, 0, os.SEEK_SET)
@@ -118,6 +134,10 @@ class _DescribedDirectory:
         """Rename a file in it, over another if there is one."""
         os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
+    def link(self, old: str | Path, new: str | Path) -> None:
+        """Give a file in it a further name. Raises FileExistsError."""
+        os.link(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+
     def unlink(self, name: str | Path) -> None:
         """Remove a file in it."""
         os.unlink(name, dir_fd=self._fd)
@@ -152,6 +172,9 @@ class _NamedDirectory:
     def replace(self, old: str | Path, new: str | Path) -> None:
         os.replace(self._path / old, self._path / new)
 
+    def link(self, old: str | Path, new: str | Path) -> None:
+        os.link(self._path / old, self._path / new)
+
     def unlink(self, name: str | Path) -> None:
         os.unlink(self._path / name)
 
@@ -177,3 +200,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def file_system(fd: int) -> str:
+    """Return the kind of file system that an open file is on, as Linux names it ("tmpfs", "ext4"); "" if unknown."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            place, _, kind = line.partition(" - ")
+            if place.split()[2] == number:
+                return kind.split()[0]
+    return ""

@@ -17,6 +17,7 @@ from vbrt.host.host_memory import trim_heap
 from vbrt.kernels.cpu import buffer_reuse
 from vbrt.model.colocated_ranks import neighbours
 from vbrt.tiers import SsdTier
+from vbrt.tiers.storage.mapped_memory import mapped_bytes
 from vbrt.tiers.storage.sharing_ranks import Sharers
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "passing_directory",
     "peer_gpus",
     "release_host_memory",
+    "shared_directory",
     "sharers_of",
     "ssd_directory",
     "this_machine",
@@ -54,7 +56,7 @@ def this_machine(config: VBConfig) -> Machine:
         gpu_total_bytes=gpu_total,
         gpu_free_bytes=gpu_free,
         cpu_total_bytes=memory.total,
-        cpu_available_bytes=memory.available // ranks.here,
+        cpu_available_bytes=memory.available // ranks.here + _mapped(config),
         ssd_free_bytes=None if ssd_free is None else ssd_free // ranks.here,
         peers=len(peers),
         peer_total_bytes=min((total for _, total in peers), default=0),
@@ -151,6 +153,24 @@ def with_freed(machine: Machine, tier: str, nbytes: int) -> Machine:
 def ssd_directory(config: VBConfig) -> Path:
     """Return the directory of the ssd tier as an absolute path."""
     return Path(config.tiers.ssd.path).expanduser().absolute()
+
+
+def shared_directory(config: VBConfig) -> Path:
+    """Return the directory of `tiers.cpu.path` as an absolute path.
+
+    Raises ConfigError: training, which writes pages."""
+    path = config.tiers.cpu.path
+    if config.mode != "infer":
+        raise ConfigError(
+            f'{config.source}: tiers.cpu.path = "{path}" with mode = "{config.mode}"; pages that processes share are '
+            "not written again: leave path out"
+        )
+    return Path(path).expanduser().absolute()
+
+
+def _mapped(config: VBConfig) -> int:
+    """Return the bytes of pages that this model may find in memory already."""
+    return 0 if config.tiers.cpu.path is None else mapped_bytes(shared_directory(config))
 
 
 def _disk_free(config: VBConfig) -> int | None:

@@ -11,7 +11,7 @@ from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError
 from vbrt.host import accelerator
 from vbrt.kernels.cpu.reading import page_reader
-from vbrt.model.machine_memory import link_gpus, peer_gpus, sharers_of, ssd_directory
+from vbrt.model.machine_memory import link_gpus, peer_gpus, shared_directory, sharers_of, ssd_directory
 from vbrt.residency.expert_room import largest_pages
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.policy import Policy
@@ -21,6 +21,7 @@ from vbrt.residency.simulate import best_scope, make_policy
 from vbrt.residency.token_cost import fitted
 from vbrt.residency.user_policy import PolicyFactory
 from vbrt.tiers import Level, MemoryTier, PeerTier, SsdTier, Tier, TierStack
+from vbrt.tiers.storage.mapped_memory import MappedTier
 from vbrt.tiers.storage.multi_link import open_lanes
 from vbrt.tiers.storage.rank_shared_memory import SharedTier
 
@@ -98,6 +99,8 @@ def _tier(name: str, budget: int, plan: Plan, config: VBConfig) -> MemoryTier | 
         return _shared_tier(plan, config, budget)
     device = own if name == "gpu" else torch.device("cpu")
     pinned = name == "cpu" and plan.compute_tier == "gpu" and config.tiers.cpu.pinned
+    if name == "cpu" and config.tiers.cpu.path is not None:
+        return MappedTier(shared_directory(config), budget, pinned=pinned)
     return MemoryTier(name, device, budget, pinned=pinned)
 
 

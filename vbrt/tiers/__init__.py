@@ -6,8 +6,9 @@ room moves.
 
 **Budgets are hard**: a budget limits what a tier allocates, at every moment: buffers in use, buffers kept for reuse,
 and buffers that are still being filled. A new page first evicts, then allocates. Weights are read-only in inference, so
-eviction drops a copy and never writes. Not in the budgets: scratch for one decoded weight; on a CPU the memory of up to
-four large ones stays for those that follow, until the model is closed or unwrapped.
+eviction drops a copy and never writes. Not in the budgets: a page of `tiers.cpu.path` once more, while it is shared;
+scratch for one decoded weight; on a CPU the memory of up to four large ones stays for those that follow, until the
+model is closed or unwrapped.
 
 **Speed.** A steady pass of streamed layers neither synchronizes nor allocates on the GPU; a test reads that from a
 profiler's trace.

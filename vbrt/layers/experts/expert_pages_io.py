@@ -48,7 +48,8 @@ def _add(
     stack, spec = handle.stack, handle.spec
     planned = spec.site.expert_key(layout.plane, expert)
     key = planned if planned not in stack.pages else f"{planned}@{handle.id}.{handle.generation}"
-    stack.add(key, layout, spec.homes.get(planned, stack.names[0]), functools.partial(pack, tensors, layout), owner)
+    home = spec.homes.get(planned, stack.names[0])
+    stack.add(key, layout, home, functools.partial(pack, tensors, layout), owner, frozen=True)
     return key
 
 

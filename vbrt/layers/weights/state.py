@@ -534,7 +534,7 @@ class Weight(PagesHandle):
         try:
             for layout, tensors in planes:
                 key, home = _free_key(self, layout.plane), self.spec.home(layout.plane, self.stack.names[0])
-                page = self.stack.add(key, layout, home, functools.partial(pack, tensors, layout), owner)
+                page = self.stack.add(key, layout, home, functools.partial(pack, tensors, layout), owner, frozen=True)
                 page.passes = not self.spec.by_rows
                 keys.append(key)
             self.own(tuple(keys), owner)

@@ -24,6 +24,7 @@ from vbrt.host.worker_threads import Crew
 from vbrt.tiers.stack.bounded_waits import Waiting
 from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.slots import Slot, State
+from vbrt.tiers.storage.mapped_memory import MappedTier
 from vbrt.tiers.storage.memory_tiers import Buffer
 
 __all__ = ["Mover", "Write"]
@@ -199,7 +200,8 @@ class Mover:
     def _try_reserve(self, slot: Slot) -> bool:
         level = slot.level
         earlier = takewhile(lambda other: other is not slot, level.pending)
-        options = {} if slot.page.pinned or not level.tier.memory else {"pinned": False}
+        pageable = level.tier.memory and (not slot.page.pinned or _is_shared(slot))  # what is shared is pinned then
+        options = {"pinned": False} if pageable else {}
         if level.tier.reserve(slot.charge, slot, reserved_bytes=sum(e.charge for e in earlier), **options):
             del level.pending[slot]
             return True
@@ -213,6 +215,9 @@ class Mover:
         self._fill(slot, write)
         if slot.level.stream is not None:
             accelerator.current_stream(slot.view.device).synchronize()  # once per page, so that its leases need no wait
+        if _is_shared(slot):
+            slot.tier.share(slot.room, key=slot.page.key)
+            slot.tensors = unpack(slot.view, slot.page.layout)
 
     def _fill(self, slot: Slot, write: Write) -> None:
         tier, page = slot.level.tier, slot.page
@@ -311,6 +316,10 @@ def _claim(slot: Slot) -> bool:
     slot.loader = threading.get_ident()
     slot.state = State.LOADING
     return True
+
+
+def _is_shared(slot: Slot) -> bool:
+    return slot.at_home and slot.page.frozen and isinstance(slot.tier, MappedTier)
 
 
 def _count_moved(slot: Slot) -> None:

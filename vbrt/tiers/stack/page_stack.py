@@ -105,17 +105,30 @@ class PageStack:
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def add(self, key: str, layout: PageLayout, home: str, write: Write, owner: Owner, *, local: bool = False) -> Page:
+    def add(
+        self,
+        key: str,
+        layout: PageLayout,
+        home: str,
+        write: Write,
+        owner: Owner,
+        *,
+        local: bool = False,
+        frozen: bool = False,
+    ) -> Page:
         """Store a new page in its home; `write` fills the uint8 tensor that it is given with the page's bytes.
 
         Args:
             local: True for a page that the host uses in place: it is never copied to other tiers nor pinned.
+            frozen: True for a page that is not written again: `tiers.cpu.path` shares it with other processes.
 
         Raises:
             TierError: no room within the budget, the ssd cannot be written, the key is taken, or the stack is closed;
                 the page leaves no trace.
         """
-        page = Page(key, layout, self.names.index(home), passes=not local, pinned=not local, tally=owner.tally)
+        page = Page(
+            key, layout, self.names.index(home), passes=not local, pinned=not local, frozen=frozen, tally=owner.tally
+        )
         return self._homes.add(page, write, owner)
 
     def share(self, keys: Collection[str]) -> Owner:

@@ -49,6 +49,7 @@ class Page:
         tally: aggregate counters of its layer; None where a layer has a page or two.
         put: claim of an owner whose kernels read the page in place: it is not rehomed while the claim holds.
         pinned: True if its host memory is pinned, in a tier that pins.
+        frozen: True if its bytes stay as they are once written, so that processes may share them.
         due: tokens of expected rewrites; while there are any, no lease and no copy of the page begins.
         borrowers: of open leases of the page, in stacks with rewrites.
         readers: slots that are being filled from the page.
@@ -64,6 +65,7 @@ class Page:
     tally: Tally | None = None
     put: "Claim | None" = None
     pinned: bool = True
+    frozen: bool = False
     refreshed: "list[Slot]" = field(default_factory=list)
     due: "set[object]" = field(default_factory=set)
     writer: int = 0

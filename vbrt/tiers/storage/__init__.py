@@ -47,6 +47,10 @@ ranks exchange a digest of the order and of what was written (through Gloo, so t
 of hanging), and every page gathered is summed on its GPU and compared with the sum of what was written. If something
 differs, all ranks say the same: whose part is damaged, who holds other weights, where orders part.
 
+**Mapped pages** (`mapped_memory.py`) are in memory once for all processes of a machine: each is a file of a tmpfs,
+named by its content. A process fills a page as always and then maps the file of these bytes in its place, so that any
+way to load a model shares, in any format and any CPU's page order, and the bytes mapped are those that were read.
+
 **Pageable host memory** holds pages all the same: they reach the GPU through two small page-locked chunks
 (`pinned_staging.py`).
 """
