@@ -43,7 +43,7 @@ def test_an_exception_in_the_middle_of_a_forward_leaves_the_model_usable(wrapped
 def test_an_exception_while_a_layer_encodes_leaves_it_a_shell(accident, monkeypatch, format):
     vb, x = wrap(mlp(dtype=dtype_of(format)), format), torch.randn(2, 64, dtype=dtype_of(format))
     handle, add = vb.module[2].handle, vb.stack.add
-    monkeypatch.setattr(vb.stack, "add", lambda *args: (_ for _ in ()).throw(accident("no")))
+    monkeypatch.setattr(vb.stack, "add", lambda *args, **how: (_ for _ in ()).throw(accident("no")))
     with pytest.raises(accident):
         vb.module[2](x)
     assert not vb.module[2].materialized and not handle.keys
