@@ -81,7 +81,7 @@ DEVICE = ("_gluon", "_triton")
 BY_NAME = ("import_module", "__import__")
 
 # not every machine has these; a module that needs one is checked where it is there
-OPTIONAL = {"accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "triton"}
+OPTIONAL = {"accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "triton", "vllm"}
 
 
 def module_name(path: Path) -> str:
