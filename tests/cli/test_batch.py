@@ -1,6 +1,9 @@
 """`vbrt batch`: the answers of `vbrt run`, many at once, into a file that is gone on with."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -180,3 +183,44 @@ def test_a_model_whose_cache_cannot_be_paged_is_refused_by_name(kind, llama, tmp
     assert batch(tmp_path / kind, prompts, "--config", "dense") == 2
     said = capsys.readouterr().err
     assert f"error: {kind}ForCausalLM" in said and "continuous batching cannot run it" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits the size of files")
+def test_ten_thousand_prompts_are_answered_once_each_through_kills_and_a_full_drive(llama, tmp_path):
+    import resource
+
+    count, prompts, out = 10_000, tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps(f"{number} {'sea ' * (number % 9)}") + "\n" for number in range(count)))
+    command = [sys.executable, "-m", "vbrt", "batch", str(llama), str(prompts), str(out), "--max-new-tokens", "2"]
+
+    def begun(config: str) -> subprocess.Popen:
+        return subprocess.Popen([*command, "--config", config], stderr=subprocess.PIPE, text=True)
+
+    def lines() -> int:
+        return out.read_bytes().count(b"\n") if out.exists() else 0
+
+    def grown(process: subprocess.Popen, until: int) -> int:
+        """Wait until so many are answered; return the process's resident bytes."""
+        while lines() < until:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.02)
+        return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+    process, limit = begun("exact"), 100_000
+    grown(process, 100)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))  # bytes: the drive is full then
+    assert process.wait(timeout=300) == 2 and "out.jsonl" in process.stderr.read()
+    assert 0 < lines() < 2000 and out.stat().st_size <= limit
+    for config, until in (("dense", 2500), ("exact", 4000)):  # each from where the one before was killed
+        process = begun(config)
+        grown(process, until)
+        process.kill()
+        process.wait()
+    process = begun("exact")
+    before = grown(process, 5500)
+    after = grown(process, count - 200)
+    assert process.wait(timeout=300) == 0, process.stderr.read()
+    assert after - before < 64 << 20
+    ids = [json.loads(line)["id"] for line in out.read_text().splitlines()]
+    assert sorted(ids) == list(range(1, count + 1))

@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
             return _answer(vb, tokenizer, left, out, args)
 
 
-def _answer(vb: Any, tokenizer: Any, left: Mapping[str, _Turns], out: IO[str], args: argparse.Namespace) -> int:
+def _answer(vb: Any, tokenizer: Any, left: Mapping[str, _Turns], out: IO[bytes], args: argparse.Namespace) -> int:
     """Write an answer for each prompt; return 1 if some have none."""
     batches, text_generation = integration("batches"), integration("text_generation")
     conversation = text_generation.Conversation(vb, tokenizer, templated=not args.raw)
@@ -180,18 +180,19 @@ def _cut_broken_line(path: Path) -> None:
         raise VBError(f"{path}: cannot be written: {describe_os_error(error)}") from error
 
 
-def _appending(path: Path) -> IO[str]:
+def _appending(path: Path) -> IO[bytes]:
     try:
-        return path.open("a", encoding="utf-8")
+        return path.open("ab", buffering=0)  # a buffer that a full drive has refused would be written again by close()
     except OSError as error:
         raise VBError(f"{path}: cannot be written: {describe_os_error(error)}") from error
 
 
-def _write(out: IO[str], answer: Mapping[str, Any], path: Path) -> None:
-    """Write one line, whole. Raises VBError: the drive is full, or gone."""
+def _write(out: IO[bytes], answer: Mapping[str, Any], path: Path) -> None:
+    """Write one line. Raises VBError: the drive is full, or gone; the next call cuts off what there is of the line."""
+    left = memoryview(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
     try:
-        out.write(json.dumps(answer, ensure_ascii=False) + "\n")
-        out.flush()
+        while left:
+            left = left[out.write(left) :]
     except OSError as error:
         raise VBError(
             f"{path}: {describe_os_error(error)}; what is in it stays, and the same command goes on"
