@@ -47,8 +47,8 @@ def kind_of(name: str) -> str:
 
 
 def summary(ran: Sequence[Ran]) -> dict:
-    """Return seconds: from the first to the last; of each kind, which overlap; of the gaps in computing, with the
-    largest: when it began, how long it was, and what came before and after it."""
+    """Return seconds: from the first to the last; of each kind, which overlap; of the kernels that take longest; of the
+    gaps in computing, with the largest: when it began, how long it was, and what came before and after it."""
     ran = sorted((one for one in ran if one.end_ns > one.begin_ns), key=lambda one: one.begin_ns)
     if not ran:
         return {}
@@ -63,9 +63,14 @@ def summary(ran: Sequence[Ran]) -> dict:
         if one.end_ns > until:
             until, before = one.end_ns, one.name
     largest = sorted(gaps, key=lambda gap: -gap[1])[:6]
+    totals: dict[str, int] = {}
+    for one in ran:
+        totals[one.name[:60]] = totals.get(one.name[:60], 0) + one.end_ns - one.begin_ns
+    longest = sorted(totals.items(), key=lambda total: -total[1])[:10]
     return {
         "seconds": (max(one.end_ns for one in ran) - start) / 1e9,
         "kinds": {kind: round(ns / 1e9, 4) for kind, ns in kinds.items()},
+        "kernels": {name: round(ns / 1e9, 4) for name, ns in longest},
         "gaps_s": sum(gap[1] for gap in gaps) / 1e9,
         "gaps": len(gaps),
         "largest": [(round(at / 1e9, 4), round(ns / 1e9, 4), *names) for at, ns, *names in largest],
