@@ -1,6 +1,8 @@
 """GPU kernels as they are compiled, behind their own launches, run on the CPU: see `ptx`."""
 
 import contextlib
+import copy
+import pickle
 
 import pytest
 import torch
@@ -228,6 +230,30 @@ def test_hundreds_of_tokens(case, copies, gpu):
     y = launches.persistent(x, launches.codes_of(weight_of(planes)), bias, activation, launch)
     assert error(y, reference.ACTIVATIONS[activation](x.double() @ weight.T + bias.double())) < 3e-3
     assert gpu == ["order_kernel", "persistent_kernel"][not launch.ordered :]
+
+
+@on_hopper
+def test_a_launch_that_is_prepared_with_the_planes_serves_any_activations_of_its_shape(gpu, monkeypatch):
+    chosen, made = [PersistentLaunch(0, 64)], []
+    product = launches.PersistentProduct
+    monkeypatch.setattr(launches, "PersistentProduct", lambda *given: made.append(product(*given)) or made[-1])
+    monkeypatch.setattr(e2m1_linear, "serves", lambda planes: True)
+    monkeypatch.setattr(e2m1_linear, "choose", lambda *given: chosen[0])
+    planes, weight = tiled("nvfp4", (40, 136), device="cpu")
+    wide, bias = torch.randn(2, 20, 137).bfloat16(), torch.randn(40).bfloat16()
+    for x in (torch.randn(2, 20, 136).bfloat16(), torch.randn(2, 20, 136).bfloat16(), wide[..., 1:]):
+        want = x.double() @ weight.T
+        assert error(e2m1_linear.linear(x, planes), want) < 3e-3
+        assert error(e2m1_linear.linear(x, planes, bias), want + bias.double()) < 3e-3
+    assert len(made) == 2  # without a bias, and with one
+    assert error(e2m1_linear.linear(x[:1], planes), want[:1]) < 3e-3 and len(made) == 3
+    assert set(gpu) == {"pad_kernel", "persistent_kernel"}
+    assert copy.deepcopy(planes).prepared is None is pickle.loads(pickle.dumps(planes)).prepared
+    chosen[0] = Launch(1, 4, False)  # as after `vbrt.tune`
+    gpu.clear()
+    assert error(e2m1_linear.linear(x[:, :4], planes), want[:, :4]) < 3e-3
+    assert error(e2m1_linear.linear(x[:1], planes), want[:1]) < 3e-3
+    assert "persistent_kernel" not in gpu
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ Legend: M tokens, N outputs, K inputs, S summands.
 import functools
 import importlib
 import itertools
+import math
 import secrets
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from vbrt.kernels.cuda.launcher import Launcher, pairs_are_aligned, rows_are_ali
 __all__ = [
     "SUMMANDS",
     "Codes",
+    "PersistentProduct",
     "carries_pointers",
     "codes_of",
     "decode",
@@ -67,7 +69,7 @@ class _Wide(NamedTuple):
 
 class _Persistent(NamedTuple):
     multiply: Launcher
-    describe: Any  # (activations [M, K], tokens per tile) -> TMA descriptor
+    describe: Any  # (activations, (M, K), strides, tokens per tile) -> TMA descriptor
 
 
 @functools.cache
@@ -121,15 +123,15 @@ def _persistent() -> _Persistent:
     swizzle = NVMMASharedLayout(128, 16, 2)
     checked: dict[Hashable, dict[str, Any]] = {}  # fields of descriptors; Triton's own checks take half of a launch
 
-    def describe(x_MK: Tensor, tokens: int) -> Any:
-        key = x_MK.dtype, x_MK.shape, x_MK.stride(), tokens
+    def describe(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], tokens: int) -> Any:
+        key = x.dtype, shape, strides, tokens
         fields = checked.get(key)
         if fields is not None:
             made = object.__new__(TensorDescriptor)
-            made.__dict__ = {**fields, "base": x_MK}
+            made.__dict__ = {**fields, "base": x}
             return made
         box = [device.box_of(tokens), device.COLUMNS.value]
-        made = TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), box, swizzle)
+        made = TensorDescriptor(x, list(shape), list(strides), box, swizzle)
         if len(checked) >= _DESCRIPTORS:
             checked.clear()
         checked[key] = {**made.__dict__, "base": None}  # without the memory
@@ -254,33 +256,68 @@ def codes_of(weight: TiledWeight) -> Codes:
 
 def persistent(x_MK: Tensor, weight: Codes, bias: Tensor | None, activation: str, config: PersistentLaunch) -> Tensor:
     """activation(x @ w.T + bias) in one launch, or two if the activations are permuted first; x in bf16."""
-    tokens, device, n, columns = x_MK.shape[0], weight.words.device.index, weight.n, weight.columns
-    x_MK = _ordered(x_MK, columns, config.tokens, device) if config.ordered else _for_copies(x_MK)
-    kernels, cut, processors = _persistent(), config.cut, devices.gpu(device).processors
-    most = cut * -(-columns // 2) if cut else persistent_tiles(tokens, n, config.tokens)
-    programs = min(config.programs or processors, most)
-    y_MN = x_MK.new_empty(tokens, n)
-    sums, flags = y_MN, y_MN
-    if cut:
-        sums = x_MK.new_empty(programs, PERSISTENT_ROWS * config.tokens, dtype=torch.float32)
-        flags = x_MK.new_empty(2 * programs, dtype=torch.int64)
-    bias_or_y = y_MN if bias is None else bias.contiguous()
-    kernels.multiply(
-        device,
-        (programs, 1),
-        (weight.words, weight.scales, weight.levels, weight.scale, bias_or_y, sums, flags, y_MN),
-        (kernels.describe(x_MK, config.tokens), tokens, n, columns, weight.blocks, n, cut, next(_TICKETS)),
-        warps=PERSISTENT_WARPS,
-        specialized=(n, bias_or_y.dtype),
-        TOKENS=config.tokens,
-        CUT_TILES=cut > 0,
-        CODES=weight.kind,
-        ORDERED=config.ordered,
-        ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        DEPENDENT=True,
-    )
-    return y_MN
+    bias_dtype = None if bias is None else bias.dtype
+    return PersistentProduct(weight, tuple(x_MK.shape), bias_dtype, activation, config)(x_MK, bias)
+
+
+class PersistentProduct:
+    """Launch of the persistent kernel, prepared for a weight, a shape of activations in bf16, and the dtype of a bias.
+
+    Training steps and prompts repeat it: the host spends as long on preparing a launch as on a call.
+    """
+
+    __slots__ = ("_constants", "_grid", "_leading", "_numbers", "_operands", "_rows", "_sums", "_weight", "config")
+
+    def __init__(
+        self, weight: Codes, shape: tuple[int, ...], bias: torch.dtype | None, activation: str, config: PersistentLaunch
+    ) -> None:
+        (*leading, k), n, cut = shape, weight.n, config.cut
+        tokens, processors = math.prod(leading), devices.gpu(weight.words.device.index).processors
+        most = cut * -(-weight.columns // 2) if cut else persistent_tiles(tokens, n, config.tokens)
+        programs = min(config.programs or processors, most)
+        self.config, self._weight = config, weight
+        self._leading, self._rows, self._grid = (*leading, n), (tokens, k), (programs, 1)
+        self._sums = (programs, PERSISTENT_ROWS * config.tokens) if cut else None
+        self._operands = weight.words, weight.scales, weight.levels, weight.scale
+        self._numbers = tokens, n, weight.columns, weight.blocks, n, cut
+        self._constants = {
+            "warps": PERSISTENT_WARPS,
+            "specialized": (n, bias or torch.bfloat16),  # y stands for a bias that is not there
+            "TOKENS": config.tokens,
+            "CUT_TILES": cut > 0,
+            "CODES": weight.kind,
+            "ORDERED": config.ordered,
+            "ACTIVATION": activation,
+            "HAS_BIAS": bias is not None,
+            "DEPENDENT": True,
+        }
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """activation(x @ w.T + bias)."""
+        kernels, device = _persistent(), self._weight.words.device.index
+        shape, strides = self._rows, (self._rows[1], 1)
+        if self.config.ordered or shape[1] % 8 or not x.is_contiguous() or x.data_ptr() % 16:
+            x = self._readable(x.reshape(shape), device)
+            shape, strides = tuple(x.shape), x.stride()
+        y = x.new_empty(self._leading)
+        sums = flags = y
+        if self._sums is not None:
+            sums = x.new_empty(self._sums, dtype=torch.float32)
+            flags = x.new_empty(2 * self._sums[0], dtype=torch.int64)
+        bias_or_y = y if bias is None else bias.contiguous()
+        kernels.multiply(
+            device,
+            self._grid,
+            (*self._operands, bias_or_y, sums, flags, y),
+            (kernels.describe(x, shape, strides, self.config.tokens), *self._numbers, next(_TICKETS)),
+            **self._constants,
+        )
+        return y
+
+    def _readable(self, x_MK: Tensor, device: int) -> Tensor:
+        if self.config.ordered:
+            return _ordered(x_MK, self._weight.columns, self.config.tokens, device)
+        return _for_copies(x_MK)
 
 
 def _for_copies(x_MK: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Legend: M tokens, N outputs, K inputs, S summands.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ __all__ = [
 
 #: of all kernels on tiles but the one that merges planes
 NEEDS = devices.BF16
+_MOST_KEPT = 4  # shapes of activations, such as a prompt's and a training step's
 _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
 
 
@@ -77,10 +78,14 @@ _SLICE_BYTES, _MOST_SLICES, _BLOCK_ROWS, _SLICE_TOKENS = 64 << 20, 4, 256, 2048
 
 def multiply(x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str) -> Tensor:
     """activation(x @ w.T + bias) for any number of tokens, without gradients."""
+    return _multiply_by(_choice(x, weight), x, weight, bias, activation)
+
+
+def _multiply_by(choice: Choice, x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """`multiply` by a launch."""
     x_MK = x.reshape(-1, weight.k)
     if x_MK.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], weight.n)
-    choice = _choice(x_MK, weight)
     if type(choice) is Launch:
         return _narrow(x, x_MK, weight, bias, activation, choice)
     if type(choice) is WideLaunch:
@@ -94,11 +99,17 @@ def multiply(x: Tensor, weight: TiledWeight, bias: Tensor | None, activation: st
     return y.view(*x.shape[:-1], weight.n)
 
 
-def _choice(x_MK: Tensor, weight: TiledWeight) -> Choice:
-    summands = SUMMANDS.get(x_MK.dtype)
-    if summands is None:
+def _choice(x: Tensor, weight: TiledWeight) -> Choice:
+    asked = _asked(x, weight)
+    return None if asked is None else _launch_for(*asked)
+
+
+def _asked(x: Tensor, weight: TiledWeight) -> tuple[int, int, int, int, int] | None:
+    """Arguments of `_launch_for`; None for activations that no kernel multiplies."""
+    summands, tokens = SUMMANDS.get(x.dtype), x.numel() // weight.k
+    if summands is None or tokens == 0:
         return None
-    return _launch_for(weight.tiles.device.index, x_MK.shape[0], summands, weight.n, weight.tiles.shape[1])
+    return weight.tiles.device.index, tokens, summands, weight.n, weight.tiles.shape[1]
 
 
 def _launch_for(device: int, tokens: int, summands: int, n: int, columns: int) -> Choice:
@@ -143,7 +154,7 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
         return "merge+matmul"
     if not serves(planes):
         return "reference"
-    choice = _choice(x.reshape(-1, planes.shape[1]), weight_of(planes))
+    choice = _choice(x, weight_of(planes))
     if choice is None:
         return "decode+matmul"
     return "persistent" if isinstance(choice, PersistentLaunch) else "fused"
@@ -169,6 +180,9 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
     In bf16 the fused kernels' GELU and SiLU of v are within |v| * 2.5e-4 + 3e-4, see `narrow_gluon.activate`. Raises
     KernelError for an unknown activation, or if x's last dimension is not K.
     """
+    product = _prepared(x, planes, bias, activation)
+    if product is not None:
+        return product(x, bias)
     if merge.serves(planes):
         reference.check(x, planes, activation)
         return reference.activate(F.linear(x, merge.merge(planes), bias), activation)
@@ -198,7 +212,51 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
     if torch.compiler.is_compiling():
         words, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
         return _linear_op(x, words, scale, bias, planes.format, planes.shape[0], activation)
-    return multiply(x, weight_of(planes), bias, activation)
+    weight = weight_of(planes)
+    asked = _asked(x, weight)
+    choice = None if asked is None else _launch_for(*asked)
+    if type(choice) is not PersistentLaunch:
+        return _multiply_by(choice, x, weight, bias, activation)
+    bias_dtype = None if bias is None else bias.dtype
+    product = launches.PersistentProduct(launches.codes_of(weight), tuple(x.shape), bias_dtype, activation, choice)
+    _keep(planes, (x.shape, x.dtype, bias_dtype, activation), _Kept(asked, product))
+    return product(x, bias)
+
+
+class _Kept(NamedTuple):
+    """A prepared launch, and what it was chosen for."""
+
+    asked: tuple[int, int, int, int, int]
+    product: launches.PersistentProduct
+
+
+class _Launches(dict[Hashable, _Kept]):
+    """Prepared launches of planes, kept in them. Copies of the planes prepare their own."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def _prepared(
+    x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str
+) -> launches.PersistentProduct | None:
+    """The launch that an earlier call on these planes has prepared, if the same one would be chosen now."""
+    known = None if torch.compiler.is_compiling() else planes.prepared
+    if type(known) is not _Launches or reference.wants_grad(x, bias):
+        return None
+    kept = known.get((x.shape, x.dtype, None if bias is None else bias.dtype, activation))
+    if kept is None or _launch_for(*kept.asked) is not kept.product.config:  # `vbrt.tune` may have found another
+        return None
+    return kept.product
+
+
+def _keep(planes: WeightPlanes, key: Hashable, kept: _Kept) -> None:
+    """Keep a launch with the planes that it reads, for as long as they are used."""
+    known = planes.prepared
+    if type(known) is not _Launches or len(known) >= _MOST_KEPT:
+        known = _Launches()
+        object.__setattr__(planes, "prepared", known)
+    known[key] = kept
 
 
 def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
