@@ -7,17 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from vbrt.cli.open_model import TALKING, add_dtype, add_turn, load_model, turn_of
-from vbrt.cli.options import (
-    add_budget,
-    add_command,
-    add_config,
-    add_gpu_memory,
-    add_model,
-    config_of,
-    integration,
-    positive,
-)
+from vbrt.cli.open_model import add_talking, add_together, load_model, turn_of
+from vbrt.cli.options import add_command, config_of, integration
 from vbrt.cli.screen import complain, working
 from vbrt.errors import VBError, describe_os_error
 
@@ -41,21 +32,10 @@ def add(commands: Any) -> None:
         examples="  vbrt batch ./Llama-3.1-8B-Instruct prompts.jsonl out.jsonl --gpu-memory 8GB\n"
         "  vbrt batch smollm2 prompts.jsonl out.jsonl --max-new-tokens 32 --sequences 16\n",
     )
-    add_model(parser, TALKING)
+    add_talking(parser, max_new_tokens=256, raw="prompts as they are")
     parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="a file of JSON lines")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to write, or to go on with")
-    add_config(parser)
-    add_budget(parser)
-    add_gpu_memory(parser)
-    add_dtype(parser)
-    add_turn(parser, max_new_tokens=256)
-    parser.add_argument("--raw", action="store_true", help="continue prompts as they are, without the chat template")
-    parser.add_argument(
-        "--sequences",
-        metavar="N",
-        type=positive,
-        help="at once, at most (as many as the cache has room for, up to 256)",
-    )
+    add_together(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -84,7 +64,7 @@ def _answer(vb: Any, tokenizer: Any, left: Mapping[str, _Turns], out: IO[bytes],
         with working(f"{len(prompts)} prompts") as say:
             for name, tokens, error in batches.generate_many(vb, prompts, turn_of(args), args.sequences):
                 answer = {"error": error} if error else _told(conversation, tokens, args.max_new_tokens)
-                _write(out, {"id": _as_given(name), "prompt_tokens": len(prompts[name]), **answer}, args.out)
+                _write(out, {"id": json.loads(name), "prompt_tokens": len(prompts[name]), **answer}, args.out)
                 ended, new, failed = ended + 1, new + len(tokens), failed + bool(error)
                 rate = new / (time.perf_counter() - begun)
                 say(f"{ended} of {len(prompts)} answered, {rate:.0f} tokens/s")
@@ -197,7 +177,3 @@ def _write(out: IO[bytes], answer: Mapping[str, Any], path: Path) -> None:
         raise VBError(
             f"{path}: {describe_os_error(error)}; what is in it stays, and the same command goes on"
         ) from error
-
-
-def _as_given(name: str) -> Any:
-    return json.loads(name)

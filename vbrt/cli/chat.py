@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.open_model import TALKING, add_dtype, add_turn, load_model, tokens_of, turn_of
-from vbrt.cli.options import add_budget, add_command, add_config, add_gpu_memory, add_model, integration
+from vbrt.cli.open_model import add_talking, load_model, tokens_of, turn_of
+from vbrt.cli.options import add_command, integration
 from vbrt.cli.screen import complain, console_for_stdout, working
 from vbrt.cli.stats import keep_stats
 from vbrt.cli.token_stream import speaker_for
@@ -36,12 +36,7 @@ def add(commands: Any) -> None:
         "  vbrt chat ./Llama-3.1-8B-Instruct --config exact --gpu-memory 8GB --context 8192\n"
         "  vbrt chat ./Llama-3.1-8B-exact --system 'You are brief.' --sample\n",
     )
-    add_model(parser, TALKING)
-    add_config(parser)
-    add_budget(parser)
-    add_gpu_memory(parser)
-    add_dtype(parser)
-    add_turn(parser, max_new_tokens=512)
+    add_talking(parser, max_new_tokens=512)
     parser.add_argument("--system", metavar="TEXT", help="system message before the first turn")
 
 

@@ -1,11 +1,20 @@
-"""Shared by `vbrt run` and `vbrt chat`: loading a model, and its generation options."""
+"""Shared by commands that talk with a model: their options, and loading it."""
 
 import argparse
 import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vbrt.cli.options import config_of, integration, locate_model, positive
+from vbrt.cli.options import (
+    add_budget,
+    add_config,
+    add_gpu_memory,
+    add_model,
+    config_of,
+    integration,
+    locate_model,
+    positive,
+)
 from vbrt.cli.screen import complain, warnings_as_lines, without_warnings_of_wrap, working
 from vbrt.config import VBConfig
 from vbrt.errors import CheckpointError
@@ -21,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "TALKING",
     "add_dtype",
-    "add_turn",
+    "add_talking",
+    "add_together",
     "asked_config",
     "dtype_of",
     "load_model",
@@ -36,7 +46,38 @@ TALKING = (
 )
 
 
-def add_turn(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+def add_talking(
+    parser: argparse.ArgumentParser, *, max_new_tokens: int | None = None, raw: str = "", context: str = ""
+) -> None:
+    """Add the model and the options of loading it; and, where a command has them, those of an answer.
+
+    Args:
+        max_new_tokens: default of --max-new-tokens, which comes with --sample; None: the command has neither.
+        raw: what --raw continues, for the help; "": the command does not have it.
+        context: help of --context; "": the usual one.
+    """
+    add_model(parser, TALKING)
+    add_config(parser)
+    add_budget(parser)
+    add_gpu_memory(parser, **({"context": context} if context else {}))
+    add_dtype(parser)
+    if max_new_tokens is not None:
+        _add_turn(parser, max_new_tokens)
+    if raw:
+        parser.add_argument("--raw", action="store_true", help=f"continue {raw}, without the chat template")
+
+
+def add_together(parser: argparse.ArgumentParser) -> None:
+    """Add --sequences, of commands that generate many sequences at once."""
+    parser.add_argument(
+        "--sequences",
+        metavar="N",
+        type=positive,
+        help="at once, at most (as many as the cache has room for, up to 256)",
+    )
+
+
+def _add_turn(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Add --max-new-tokens and --sample."""
     parser.add_argument(
         "--max-new-tokens",

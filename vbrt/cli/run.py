@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vbrt.cli.open_model import TALKING, add_dtype, add_turn, load_model, tokens_of, turn_of
-from vbrt.cli.options import add_budget, add_command, add_config, add_gpu_memory, add_model, config_of, integration
+from vbrt.cli.open_model import add_talking, load_model, tokens_of, turn_of
+from vbrt.cli.options import add_command, config_of, integration
 from vbrt.cli.screen import console_for_stdout, working
 from vbrt.cli.stats import keep_stats
 from vbrt.cli.token_stream import Speaker, speaker_for
@@ -39,14 +39,8 @@ def add(commands: Any) -> None:
         '  vbrt run ./Qwen3-30B-A3B "The sea is" --timeline run.html\n'
         "  echo The sea is | vbrt run ./Llama-3.1-8B - --json\n",
     )
-    add_model(parser, TALKING)
+    add_talking(parser, max_new_tokens=64, raw="the prompt as it is")
     parser.add_argument("prompt", help='the text to continue; "-" reads it from stdin')
-    add_config(parser)
-    add_budget(parser)
-    add_gpu_memory(parser)
-    add_dtype(parser)
-    add_turn(parser, max_new_tokens=64)
-    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument(
         "--timeline", metavar="FILE", type=Path, help="record it as .html to look at, or .json to trace"
     )

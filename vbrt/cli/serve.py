@@ -7,18 +7,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from vbrt.cli.open_model import TALKING, add_dtype, load_model
-from vbrt.cli.options import (
-    add_budget,
-    add_command,
-    add_config,
-    add_gpu_memory,
-    add_model,
-    config_of,
-    integration,
-    number,
-    positive,
-)
+from vbrt.cli.open_model import add_talking, add_together, load_model
+from vbrt.cli.options import add_command, config_of, integration, number
 from vbrt.cli.screen import complain
 from vbrt.cli.stats import keep_stats
 from vbrt.errors import VBError, describe_os_error
@@ -41,21 +31,12 @@ def add(commands: Any) -> None:
         "  vbrt serve ./Llama-3.1-8B-Instruct --gpu-memory 8GB --context 8192\n"
         "  vbrt serve ./Llama-3.1-8B-Instruct --config exact --host 0.0.0.0 --port 9000\n",
     )
-    add_model(parser, TALKING)
-    add_config(parser)
-    add_budget(parser)
-    add_gpu_memory(parser, context="tokens of a prompt and its answer, at most (8192; 2048 with --gpu-memory)")
-    add_dtype(parser)
+    add_talking(parser, context="tokens of a prompt and its answer, at most (8192; 2048 with --gpu-memory)")
     parser.add_argument("--name", help="of the model in requests (that of the directory or file)")
     parser.add_argument("--host", default="localhost", help="address to listen at (localhost)")
     parser.add_argument("--port", type=number, default=8000, help="to listen at; 0: a free one (8000)")
     parser.add_argument("--sample", action="store_true", help="draw tokens, as generation_config.json says")
-    parser.add_argument(
-        "--sequences",
-        metavar="N",
-        type=positive,
-        help="at once, at most (as many as the cache has room for, up to 256)",
-    )
+    add_together(parser)
     parser.add_argument(
         "--one-by-one",
         action="store_true",
