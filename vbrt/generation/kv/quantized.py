@@ -25,7 +25,7 @@ from vbrt.formats.rounding import divided
 from vbrt.host.host_memory import storage_of
 from vbrt.kernels.cuda import kv_pages
 
-__all__ = ["BITS", "KVShape", "PageCode", "page_code"]
+__all__ = ["BITS", "AffineCode", "KVShape", "PageCode", "decode_groups", "encode_groups", "page_code"]
 
 BITS = (16, 8, 4)
 _ALIGN_BYTES = 256
@@ -86,7 +86,7 @@ def page_code(shape: KVShape, bits: int) -> PageCode:
             f"bits = {bits}: keys and values of {shape.dims} channels in {shape.dtype}; expected floating-point numbers"
             f"{' and even numbers of channels' if bits == 4 else ''}; use bits = 16"
         )
-    return _Affine(shape, bits)
+    return AffineCode(shape, bits)
 
 
 class _Parts:
@@ -139,11 +139,16 @@ class _Plain:
             _wide(_by_page(x, self.shape.page)).copy_(_wide(part))
 
 
-class _Affine:
-    """8- or 4-bit codes with a low and a step per group."""
+class AffineCode:
+    """8- or 4-bit codes with a low and a step per group: a `PageCode`.
+
+    Attributes:
+        token_group: tokens per group of keys, a divisor of the page.
+        channel_group: channels per group of values.
+    """
 
     def __init__(self, shape: KVShape, bits: int) -> None:
-        self.shape, self.bits, self.top = shape, bits, (1 << bits) - 1
+        self.shape, self.bits = shape, bits
         self.token_group, self.channel_group = _divisor(shape.page), _divisor(shape.value_dim)
         head, pack = (shape.batch, shape.heads), 8 // bits
         bounds_K = (torch.bfloat16, (2, *head, shape.page // self.token_group, shape.key_dim))
@@ -152,17 +157,22 @@ class _Affine:
         self._parts = _Parts(next(codes), bounds_K, next(codes), bounds_V)
         self.page_bytes = self._parts.nbytes
 
+    def fields(self, pages: Tensor) -> list[Tensor]:
+        """Return views of pages uint8 [n, page_bytes]: codes uint8 [n, B, H, P, K * bits / 8] and bounds bfloat16
+        [n, 2, B, H, P / token_group, K] of keys; codes and bounds [n, 2, B, H, P, V / channel_group] of values."""
+        return self._parts.views(pages)
+
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
         """See `PageCode.encode`."""
         pages = _new_pages(keys, self)
-        codes_K, bounds_K, codes_V, bounds_V = self._parts.views(pages)
+        codes_K, bounds_K, codes_V, bounds_V = self.fields(pages)
         self._encode(self._key_groups(_by_page(keys, self.shape.page).float()), 4, codes_K, bounds_K)
         self._encode(self._value_groups(_by_page(values, self.shape.page).float()), 5, codes_V, bounds_V)
         return pages
 
     def decode(self, pages: Tensor, out: tuple[Tensor, Tensor], rows: Tensor | None = None) -> None:
         """See `PageCode.decode`."""
-        codes_K, bounds_K, codes_V, bounds_V = self._parts.views(pages)
+        codes_K, bounds_K, codes_V, bounds_V = self.fields(pages)
         if kv_pages.serves(pages, out):
             kv_pages.decode(codes_K, bounds_K, kv_pages.Groups(self.token_group, 1, self.bits), out[0], rows)
             kv_pages.decode(codes_V, bounds_V, kv_pages.Groups(1, self.channel_group, self.bits), out[1], rows)
@@ -179,23 +189,40 @@ class _Affine:
 
     def _encode(self, x: Tensor, along: int, codes: Tensor, bounds: Tensor) -> None:
         """Quantize x fp32, grouped along a dimension, into codes and bounds."""
-        low = _rounded_down(x.amin(along))
-        step = _rounded_up(divided(x.amax(along) - low, self.top))
-        bounds[:, 0], bounds[:, 1] = low, step
-        divisor = torch.where(step > 0, step, 1).unsqueeze(along)
-        code = ((x - low.unsqueeze(along)) / divisor).round_().clamp_(0, self.top).to(torch.uint8)
-        code = code.flatten(along - 1, along)
-        codes.copy_(code if self.bits == 8 else code[..., ::2] | (code[..., 1::2] << 4))
+        code, bounds[:, 0], bounds[:, 1] = encode_groups(x, along, self.bits)
+        codes.copy_(code)
 
     def _decode(self, codes: Tensor, bounds: Tensor, along: int, out: Tensor, rows: Tensor | None) -> None:
         if rows is not None:
             codes, bounds = codes.index_select(1, rows), bounds.index_select(2, rows)
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-        low, step = bounds.float().unbind(1)
-        group = self._key_groups if along == 4 else self._value_groups
-        x = torch.addcmul(low.unsqueeze(along), group(codes.float()), step.unsqueeze(along))
-        out.copy_(x.flatten(along - 1, along))
+        out.copy_(decode_groups(codes, bounds[:, 0], bounds[:, 1], along, self.bits))
+
+
+def encode_groups(x: Tensor, along: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize groups to 8 or 4 bits.
+
+    Args:
+        x: fp32 [..., groups, members, ...]; dimension `along` is that of the members.
+
+    Returns:
+        Codes uint8 with the two dimensions as one, the last one halved in 4 bits; low and step, fp32 with values of
+        bfloat16, without the dimension of the members.
+    """
+    top = (1 << bits) - 1
+    low = _rounded_down(x.amin(along))
+    step = _rounded_up(divided(x.amax(along) - low, top))
+    divisor = torch.where(step > 0, step, 1).unsqueeze(along)
+    code = ((x - low.unsqueeze(along)) / divisor).round_().clamp_(0, top).to(torch.uint8)
+    code = code.flatten(along - 1, along)
+    return (code if bits == 8 else code[..., ::2] | (code[..., 1::2] << 4)), low, step
+
+
+def decode_groups(codes: Tensor, low: Tensor, step: Tensor, along: int, bits: int) -> Tensor:
+    """Return fp32 values of codes, grouped as for `encode_groups`; low and step are bfloat16."""
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    code = codes.unflatten(along - 1, (low.shape[along - 1], -1)).float()
+    return torch.addcmul(low.float().unsqueeze(along), code, step.float().unsqueeze(along)).flatten(along - 1, along)
 
 
 def _new_pages(like: Tensor, code: PageCode) -> Tensor:
