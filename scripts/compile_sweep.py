@@ -384,6 +384,12 @@ def _kv(capability: int) -> Iterator[Callable[[], Any]]:
                 codes = _empty(4, 2, 8, 128, head * bits // 8, dtype=torch.uint8)
                 bounds = _empty(4, 2, 2, 8, 128 // groups[0], head // groups[1])
                 yield partial(kv_pages.decode, codes, bounds, kv_pages.Groups(*groups, bits), out, given)
+        numbers = _empty(5, dtype=torch.int64)
+        for bits, groups in itertools.product((8, 4), ((64, 1), (1, 64))):
+            codes = _empty(4, 1, 8, 256, head * bits // 8, dtype=torch.uint8)
+            bounds = _empty(4, 2, 1, 8, 256 // groups[0], head // groups[1])
+            tokens = _empty(5, 8, head, dtype=dtype)
+            yield partial(kv_pages.gather, codes, bounds, kv_pages.Groups(*groups, bits), tokens, numbers, numbers)
 
 
 def _step(capability: int) -> Iterator[Callable[[], Any]]:

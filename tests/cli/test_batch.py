@@ -56,6 +56,25 @@ def test_answers_are_those_of_single_runs(model, config, prompts, request, capsy
         assert (found[name]["new_tokens"], found[name]["finish"]) == (6, "length")
 
 
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_a_cache_in_fewer_bits_answers_all(bits, prompts, llama, monkeypatch, capsys):
+    from vbrt.generation.kv.paged_codes import PagedTokens
+
+    plain, read = PagedTokens.read, []
+    monkeypatch.setattr(
+        PagedTokens, "read", lambda tokens, layer: read.append(tokens._code.bits) or plain(tokens, layer)
+    )
+    assert batch(llama, prompts, "--kv", bits) == 0
+    assert "done: 4 prompts, 24 tokens" in capsys.readouterr().err
+    assert set(answers(prompts)) == {1, 2, "ten", 4} and set(read) == {int(bits)}
+
+
+def test_other_bits_are_refused_before_a_model_is_loaded(prompts, capsys):
+    with pytest.raises(SystemExit):
+        batch(Path("nowhere"), prompts, "--kv", "5")
+    assert "argument --kv: invalid choice: 5" in capsys.readouterr().err
+
+
 def test_what_is_done_is_kept_when_a_run_is_interrupted_and_the_next_goes_on(llama, prompts, monkeypatch, capsys):
     from vbrt.integrations import batches
 

@@ -129,6 +129,14 @@ def test_only_the_served_model_answers_and_nothing_unloads_it(served, wanted):
     assert json.loads(served.get("/health")) == {"status": "ok"}
 
 
+def test_users_share_a_cache_in_8_bits(talking, wanted, tmp_path):
+    served = Served(talking, tmp_path / "log", "--config", "exact", "--context", "200", "--kv", "8")
+    with concurrent.futures.ThreadPoolExecutor(8) as users:
+        replies = [reply.choices[0].message.content for reply in users.map(served.ask, PROMPTS[:8])]
+    assert sum(reply == wanted[text] for reply, text in zip(replies, PROMPTS, strict=False)) >= 6  # near ties may turn
+    assert served.end() == 0 and "Traceback" not in served.said(), served.said()
+
+
 @pytest.mark.parametrize("how", ["together", "one by one"])
 def test_a_stop_ends_requests_that_would_go_on(talking, wanted, tmp_path, how):
     options = ("--one-by-one",) if how == "one by one" else ("--sequences", "2")

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from vbrt.errors import LibraryError
-from vbrt.libraries import accelerate_api, diffusers_api, gguf_api, peft_api, probe, torch_api, transformers_api
+from vbrt.libraries import (
+    accelerate_api,
+    diffusers_api,
+    gguf_api,
+    peft_api,
+    probe,
+    torch_api,
+    transformers_api,
+    transformers_batching,
+)
 from vbrt.libraries.probe import Feature, find, losses
 
 VBRT = Path(probe.__file__).parent.parent
@@ -43,7 +52,7 @@ def test_what_is_off_is_said_once_and_kept(nothing_lost):
 
 
 def all_features():
-    for api in (transformers_api, diffusers_api, peft_api, gguf_api):
+    for api in (transformers_api, transformers_batching, diffusers_api, peft_api, gguf_api):
         yield from ((feature, ask) for feature in api.FEATURES for ask in feature.asks)
 
 

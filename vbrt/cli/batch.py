@@ -62,7 +62,8 @@ def _answer(vb: Any, tokenizer: Any, left: Mapping[str, _Turns], out: IO[bytes],
     begun, new, ended, failed = time.perf_counter(), 0, 0, 0
     try:
         with working(f"{len(prompts)} prompts") as say:
-            for name, tokens, error in batches.generate_many(vb, prompts, turn_of(args), args.sequences):
+            many = batches.generate_many(vb, prompts, turn_of(args), args.sequences, kv_bits=args.kv or 16)
+            for name, tokens, error in many:
                 answer = {"error": error} if error else _told(conversation, tokens, args.max_new_tokens)
                 _write(out, {"id": json.loads(name), "prompt_tokens": len(prompts[name]), **answer}, args.out)
                 ended, new, failed = ended + 1, new + len(tokens), failed + bool(error)

@@ -68,12 +68,18 @@ def add_talking(
 
 
 def add_together(parser: argparse.ArgumentParser) -> None:
-    """Add --sequences, of commands that generate many sequences at once."""
+    """Add --sequences and --kv, of commands that generate many sequences at once."""
     parser.add_argument(
         "--sequences",
         metavar="N",
         type=positive,
         help="at once, at most (as many as the cache has room for, up to 256)",
+    )
+    parser.add_argument(
+        "--kv",
+        type=int,
+        choices=(8, 4),
+        help="bits of a number in the KV cache, which so has room for more (as the model computes)",
     )
 
 

@@ -45,6 +45,8 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.one_by_one and args.kv:
+        raise VBError(f"--kv {args.kv} is of the cache that requests share; leave out --one-by-one, or --kv")
     asked = _context(args)  # reports a config's errors, and what follows its own, before any slow work
     server = integration("server")
     server.check_server()
@@ -55,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
             context = server.context_of(vb, asked)
             made = server.server_of(
                 vb, tokenizer, named, context=context, sample=args.sample, sequences=args.sequences,
-                together=not args.one_by_one,
+                together=not args.one_by_one, kv_bits=args.kv or 16,
             )  # fmt: skip
             _say_where(args, named, context, listening.getsockname()[1])
             if not getattr(tokenizer, "chat_template", None):

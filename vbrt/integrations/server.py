@@ -35,6 +35,7 @@ def server_of(
     sample: bool = False,
     sequences: int | None = None,
     together: bool = True,
+    kv_bits: int = 16,
 ) -> Server:
     """Return a server of a model; `run(socket)` serves until SIGINT or SIGTERM.
 
@@ -44,10 +45,14 @@ def server_of(
         sample: draw tokens as the model's generation config says, else greedily.
         sequences: at once, at most; None: by the device and the memory that is free.
         together: False: one request after the other, each with its own temperature.
+        kv_bits: per value of the KV cache of requests together: 16 (as the model computes), 8 or 4.
 
     Raises:
+        ArgumentError: `kv_bits` is another number, or the model's keys and values cannot be had in so many.
         LibraryError: packages of the server are not installed, or transformers lacks a part.
     """
-    cache = cache_for(vb, context, sequences) if together else None
+    cache, storage = cache_for(vb, context, sequences, kv_bits=kv_bits) if together else (None, None)
     metrics = lambda: (vb.metrics(), CONTENT_TYPE)  # noqa: E731
-    return Server(vb.module, tokenizer, name, context=context, sample=sample, cache=cache, metrics=metrics)
+    return Server(
+        vb.module, tokenizer, name, context=context, sample=sample, cache=cache, storage=storage, metrics=metrics
+    )

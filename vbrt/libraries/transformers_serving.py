@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import copy
 import importlib.util
 import socket
 import threading
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from vbrt.errors import LibraryError, VBError
 from vbrt.libraries.probe import Feature
-from vbrt.libraries.transformers_batching import batching_config
+from vbrt.libraries.transformers_batching import CodedStorage, manager_of
 
 __all__ = ["FEATURES", "SERVER", "Server", "check_server"]
 
@@ -68,6 +67,7 @@ class Server:
         context: tokens of a prompt and its answer: longer prompts are refused, answers end there.
         sample: draw tokens as the model's generation config says, else greedily; for all requests of a batch.
         cache: of transformers' ContinuousBatchingConfig; None: one request after the other.
+        storage: of a KV cache of many requests; None: the model's dtype.
         metrics: text and content type of `/metrics`.
     """
 
@@ -80,6 +80,7 @@ class Server:
         context: int,
         sample: bool,
         cache: dict[str, Any] | None,
+        storage: CodedStorage | None,
         metrics: Callable[[], tuple[str, str]],
     ) -> None:
         check_server()
@@ -88,14 +89,11 @@ class Server:
         manager, state = self._made._model_manager, self._made._generation_state
         key = manager.process_model_name(name)
         _pin(manager, SERVER.part(f"{_MANAGER}:TimedModel"), name, (model, tokenizer))
-        if cache is not None:
-            state._cb_config = batching_config(**cache)
         self._generation = state.get_manager(key, use_cb=self._together)
         self._within(context)
-        if self._together:
-            config = copy.deepcopy(model.generation_config)
-            config.do_sample, config.num_beams, config.use_cache = sample, 1, False
-            self._generation.init_cb(model, config)
+        if cache is not None:  # instead of what its init_cb would make with the first request
+            self._generation._cb = manager_of(model, sample=sample, cache=cache, storage=storage, use_cache=False)
+            self._generation._cb.start()
         self._made.server.config.app.add_api_route("/metrics", _metrics_route(metrics), include_in_schema=False)
         self._made.server.config.timeout_graceful_shutdown = _LEAVE_SECONDS + _READ_SECONDS
 

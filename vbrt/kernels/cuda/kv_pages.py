@@ -1,4 +1,5 @@
-"""KV page kernels: copy or dequantize pages of a KV cache directly into the result, in one kernel on a GPU."""
+"""KV page kernels: copy or dequantize pages of a KV cache, or single tokens in them, directly into the result, in one
+kernel on a GPU."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.launcher import Launcher
 
-__all__ = ["NEEDS", "Groups", "Launchers", "copy", "decode", "serves"]
+__all__ = ["NEEDS", "Groups", "Launchers", "copy", "decode", "gather", "gathers", "serves"]
 
 NEEDS = devices.TRITON
 _BLOCK_VALUES = 4096
@@ -30,13 +31,17 @@ class Launchers(NamedTuple):
 
     copy: Any
     decode: Any
+    gather: Any
 
 
 def serves(pages: Tensor, out: tuple[Tensor, Tensor]) -> bool:
     """True if pages are on a GPU with what kernels need, and tokens [R, H, T, D] are contiguous in the result."""
-    if not pages.is_cuda or devices.refusal(pages.device, NEEDS):
-        return False
-    return all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out)
+    return gathers(pages) and all(x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in out)
+
+
+def gathers(codes: Tensor) -> bool:
+    """True if codes are on a GPU with what `gather` needs."""
+    return codes.is_cuda and not devices.refusal(codes.device, NEEDS)
 
 
 def copy(part: Tensor, out: Tensor, rows: Tensor | None, launchers: Launchers | None = None) -> bool:
@@ -104,6 +109,43 @@ def decode(
     )
 
 
+def gather(
+    codes: Tensor,
+    bounds: Tensor,
+    groups: Groups,
+    out: Tensor,
+    pages: Tensor,
+    places: Tensor,
+    launchers: Launchers | None = None,
+) -> None:
+    """Dequantize tokens of any pages, each rounded from fp32 to its dtype, into `out` [N, H, D], contiguous.
+
+    Args:
+        codes, bounds, launchers: see `decode`; of one sequence, B = 1.
+        pages, places: int64 [N]: the page of each token, and where in the page it is.
+    """
+    if not len(out):
+        return
+    tokens, heads, channels = out.shape
+    width = 1 << (channels - 1).bit_length()
+    block = min(max(1, _BLOCK_VALUES // width), 1 << (tokens - 1).bit_length())
+    _launch(
+        (launchers or _launchers()).gather,
+        (-(-tokens // block), heads),
+        (codes, bounds, pages, places, out),
+        (tokens, heads),
+        (out.dtype,),
+        PAGE_BYTES=codes.stride(0),
+        TOKENS=codes.shape[3],
+        CHANNELS=channels,
+        TOKEN_GROUP=groups.tokens,
+        CHANNEL_GROUP=groups.channels,
+        BITS=groups.bits,
+        BLOCK=block,
+        WIDTH=width,
+    )
+
+
 def _tokens_of_a_program(tokens: int, group: int, width: int) -> int:
     """Return a power of two: tokens per program, within one group if tokens are grouped."""
     most = max(1, _BLOCK_VALUES // width)
@@ -131,4 +173,4 @@ def _launch(
 def _launchers() -> Launchers:
     from vbrt.kernels.cuda import kv_pages_triton as device
 
-    return Launchers(Launcher(device.copy_kernel), Launcher(device.decode_kernel))
+    return Launchers(Launcher(device.copy_kernel), Launcher(device.decode_kernel), Launcher(device.gather_kernel))

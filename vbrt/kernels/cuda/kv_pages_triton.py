@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["copy_kernel", "decode_kernel"]
+__all__ = ["copy_kernel", "decode_kernel", "gather_kernel"]
 
 
 @triton.jit(do_not_specialize=["heads", "row_stride", "head_stride"])
@@ -107,3 +107,50 @@ def decode_kernel(
     begin = row.to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
     out = out_ptr + begin + (page * TOKENS + token) * CHANNELS + part * MEMBERS + channel
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "heads"])
+def gather_kernel(
+    page_ptr,
+    bound_ptr,
+    number_ptr,
+    place_ptr,
+    out_ptr,
+    count,
+    heads,
+    PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TOKEN_GROUP: tl.constexpr,
+    CHANNEL_GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """out [count, H, CHANNELS] = low + code * step of tokens: number_ptr int64 [count] has the page of each, place_ptr
+    int64 [count] its place there; codes and bounds are those of `decode_kernel` with B = 1. A program has BLOCK tokens
+    of one head, and WIDTH channels: the power of two that holds all. Grid (count / BLOCK, H).
+    """
+    ACROSS: tl.constexpr = CHANNELS // CHANNEL_GROUP
+    PACKED: tl.constexpr = CHANNELS * BITS // 8
+    GROUPS: tl.constexpr = (TOKENS // TOKEN_GROUP) * ACROSS
+    head = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = token < count
+    page = tl.load(number_ptr + token, mask=there, other=0)[:, None]
+    place = tl.load(place_ptr + token, mask=there, other=0)[:, None]
+    channel = tl.arange(0, WIDTH)[None, :]
+    inside = there[:, None] & (channel < CHANNELS)
+    codes = page_ptr + page * PAGE_BYTES + (head * TOKENS + place) * PACKED
+    if BITS == 4:
+        half = tl.arange(0, WIDTH // 2)[None, :]
+        byte = tl.load(codes + half, mask=there[:, None] & (half < CHANNELS // 2), other=0)
+        code = tl.reshape(tl.join(byte & 15, byte >> 4), (BLOCK, WIDTH))
+    else:
+        code = tl.load(codes + channel, mask=inside, other=0)
+    group = (place // TOKEN_GROUP) * ACROSS + channel // CHANNEL_GROUP
+    bound = bound_ptr + page * (PAGE_BYTES // 2) + head * GROUPS + group
+    low = tl.load(bound, mask=inside, other=0).to(tl.float32)
+    step = tl.load(bound + heads * GROUPS, mask=inside, other=0).to(tl.float32)
+    out = out_ptr + (token[:, None] * heads + head) * CHANNELS + channel
+    tl.store(out, (low + code.to(tl.float32) * step).to(out_ptr.dtype.element_ty), mask=inside)
