@@ -158,6 +158,8 @@ def test_a_stop_ends_requests_that_would_go_on(talking, wanted, tmp_path, how):
 
 
 def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(talking, monkeypatch, capsys):
+    assert cli.main(["serve", "no-such-model", "--kv", "8", "--one-by-one"]) == 2
+    assert "--kv 8 is of the cache that requests share; leave out --one-by-one" in errors(capsys)
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         taken.listen()

@@ -176,3 +176,19 @@ def test_a_transformers_without_such_a_cache_is_refused_by_name_and_plain_batche
 def test_a_constructor_that_does_not_look_up_allocators_is_refused(monkeypatch):
     with pytest.raises(LibraryError, match=r"makes no use of ATTN_TYPE_TO_ALLOCATOR"):
         transformers_batching._with_names(lambda: None, ATTN_TYPE_TO_ALLOCATOR={})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_gpu_gathers_tokens_by_the_kernel_and_its_answers_stay_near(bits, monkeypatch):
+    from vbrt.kernels.cuda import kv_pages
+
+    plain, gathered = kv_pages.gather, []
+    monkeypatch.setattr(kv_pages, "gather", lambda *args: gathered.append(1) or plain(*args))
+    torch.manual_seed(0)
+    with vbrt.wrap(llama().eval().to("cuda"), "dense") as vb:
+        asked = prompts(1, 64, 130, 600)
+        wanted, found = generated(vb, asked, 16, new=70), generated(vb, asked, bits, new=70)
+        assert gathered and {len(tokens) for tokens in found.values()} == {70}
+        if bits == 8:
+            assert sum(wanted[name] == found[name] for name in asked) >= 3

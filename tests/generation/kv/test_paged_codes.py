@@ -5,6 +5,7 @@ import torch
 
 from vbrt.generation.kv.paged_codes import PagedCodes
 from vbrt.generation.kv.quantized import KVShape, page_code
+from vbrt.kernels.cuda import kv_pages
 
 PAGE, LAYERS, HEADS, K, V = 128, 2, 2, 32, 64
 STRIDE = 2 * PAGE * LAYERS  # rows of a block, as transformers counts them
@@ -129,3 +130,29 @@ def test_pages_take_half_and_less_than_a_third_of_the_bytes():
     shape = KVShape(1, 8, 256, 128, 128, torch.bfloat16)
     ratios = [shape.plain_bytes / PagedCodes(page_code(shape, bits), 1).page_bytes for bits in (8, 4)]
     assert ratios[0] > 1.88 and ratios[1] > 3.55
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_a_gpu_writes_and_reads_what_a_cpu_does(bits, width):
+    torch.manual_seed(0)
+    code = page_code(KVShape(1, 8, 256, width, width, torch.bfloat16), bits)
+    keys, values = torch.randn(2, 1, 700, 8, width).bfloat16()
+    rows = [row for block in (3, 1, 4) for row in range(block * 512, block * 512 + 256)][:700]
+    found = []
+    for device in ("cpu", "cuda"):
+        pages = torch.zeros(5, 1, code.page_bytes, dtype=torch.uint8, device=device)
+        tokens = PagedCodes(code, 2).over(pages, 512)
+        marked = [
+            torch.tensor(rows, device=device)
+            for rows in (
+                tokens.marked_writes("a", list(rows), 0, {"a": ()}),
+                tokens.marked_reads("a", list(rows), len(rows)),
+            )
+        ]
+        tokens.begin(*marked)
+        tokens.write(0, keys[0].to(device), values[0].to(device))
+        assert kv_pages.gathers(tokens._layers[0][0]) == (device == "cuda")
+        found.append([x.cpu() for x in tokens.read(0)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
