@@ -117,7 +117,8 @@ class Arithmetic(Lanes):
 
     def _shfl(self, parts: list[str], to: str, source: str, lane: str, clamp: str, mask: str) -> None:
         lane = self.value(lane, "u32")
-        from_lane = {"bfly": LANES ^ lane, "idx": lane & 31}[parts[2]]
+        below = np.where(lane <= LANES, LANES - lane, LANES)
+        from_lane = {"bfly": LANES ^ lane, "idx": lane & 31, "up": below}[parts[2]]
         self.set(to, self.value(source, "b32")[from_lane.astype(np.int64)])
 
     def _redux(self, parts: list[str], to: str, source: str, mask: str) -> None:

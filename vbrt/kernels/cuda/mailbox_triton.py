@@ -8,18 +8,20 @@ that follow from being read out of a cache.
 import triton
 import triton.language as tl
 
-__all__ = ["add_kernel", "exchange_kernel", "post_kernel"]
+__all__ = ["acquired", "add_kernel", "answered", "exchange_kernel", "give_up", "now_ns", "post_kernel", "release"]
 
 
 @triton.jit
-def _acquired(word_ptr):
+def acquired(word_ptr):
+    """Load of an int64 word that another processor may write, with acquire semantics."""
     return tl.inline_asm_elementwise(
         "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [word_ptr], dtype=tl.int64, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _release(word_ptr, value):
+def release(word_ptr, value):
+    """Store of an int64 word that another processor reads, with release semantics."""
     tl.inline_asm_elementwise(
         "st.release.sys.global.b64 [$1], $2; mov.b64 $0, 0;",
         "=l,l,l",
@@ -31,25 +33,27 @@ def _release(word_ptr, value):
 
 
 @triton.jit
-def _now_ns():
+def now_ns():
+    """Nanoseconds of the device's timer."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
-def _answered(words_ptr, number, broken, wait_ns, ANSWER: tl.constexpr):
+def answered(words_ptr, number, broken, wait_ns, ANSWER: tl.constexpr):
     """Wait for the answer to a post, unless the device has given up on one; True if it came in time."""
-    begun = _now_ns()
+    begun = now_ns()
     late = broken != 0
-    answer = _acquired(words_ptr + ANSWER)
+    answer = acquired(words_ptr + ANSWER)
     while (answer != number) & (answer != -number) & (late == 0):
-        answer = _acquired(words_ptr + ANSWER)
-        late = _now_ns() - begun > wait_ns
+        answer = acquired(words_ptr + ANSWER)
+        late = now_ns() - begun > wait_ns
     tl.debug_barrier()
     return answer == number
 
 
 @triton.jit
-def _give_up(words_ptr, state_ptr, post, broken, GAVE_UP: tl.constexpr):
+def give_up(words_ptr, state_ptr, post, broken, GAVE_UP: tl.constexpr):
+    """Note that the device waits for no answers any more; the host hears the first post that it gave up on."""
     tl.store(state_ptr + 1, 1)
     if broken == 0:
         tl.store(words_ptr + GAVE_UP, post)
@@ -76,8 +80,8 @@ def exchange_kernel(
         at = start + tl.arange(0, BLOCK)
         tl.store(to_ptr + at, tl.load(x_ptr + at, mask=at < inputs), mask=at < inputs)
     tl.debug_barrier()  # before it, all threads have written their part of x
-    _release(words_ptr + POST, (number << ENTRY_BITS) | entry)
-    answered = _answered(words_ptr, number, broken, wait_ns, ANSWER)
+    release(words_ptr + POST, (number << ENTRY_BITS) | entry)
+    came = answered(words_ptr, number, broken, wait_ns, ANSWER)
     from_ptr = (words_ptr + result_line * 8).to(y_ptr.dtype)
     for row in range(rows):
         for start in range(0, columns, BLOCK):
@@ -86,10 +90,10 @@ def exchange_kernel(
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + at, mask=at < columns)
                 y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + row * columns + at, tl.where(answered, y, float("nan")), mask=at < columns)
+            tl.store(y_ptr + row * columns + at, tl.where(came, y, float("nan")), mask=at < columns)
     tl.store(state_ptr, number)
-    if answered == 0:
-        _give_up(words_ptr, state_ptr, (number << ENTRY_BITS) | entry, broken, GAVE_UP)
+    if came == 0:
+        give_up(words_ptr, state_ptr, (number << ENTRY_BITS) | entry, broken, GAVE_UP)
 
 
 @triton.jit(do_not_specialize=["entry", "input_groups", "pairs", "ids_at", "weights_at"])
@@ -120,7 +124,7 @@ def post_kernel(
         tl.store(words_ptr + ids_at + i, tl.where(hosted, id, -1).to(tl.int64), mask=i < pairs)
         tl.store((words_ptr + weights_at).to(tl.pointer_type(tl.float32)) + i, weight, mask=i < pairs)
     tl.debug_barrier()  # all threads have written their part, and read the state
-    _release(words_ptr + POST, (number << ENTRY_BITS) | tl.where(some, entry, NOTHING))
+    release(words_ptr + POST, (number << ENTRY_BITS) | tl.where(some, entry, NOTHING))
     tl.store(state_ptr, number)
     tl.store(state_ptr + 2, some.to(tl.int64))
 
@@ -138,12 +142,12 @@ def add_kernel(
     if tl.load(state_ptr + 2) != 0:
         number = tl.load(state_ptr)
         broken = tl.load(state_ptr + 1)
-        answered = _answered(words_ptr, number, broken, wait_ns, ANSWER)
+        came = answered(words_ptr, number, broken, wait_ns, ANSWER)
         from_ptr = answer_ptr + result_line * 16
         for start in range(0, outputs, BLOCK):
             at = start + tl.arange(0, BLOCK)
             more = tl.load(from_ptr + at, mask=at < outputs)
             y = tl.load(y_ptr + at, mask=at < outputs).to(tl.float32) + more
-            tl.store(y_ptr + at, tl.where(answered, y, float("nan")).to(y_ptr.dtype.element_ty), mask=at < outputs)
-        if answered == 0:
-            _give_up(words_ptr, state_ptr, (number << ENTRY_BITS) | entry, broken, GAVE_UP)
+            tl.store(y_ptr + at, tl.where(came, y, float("nan")).to(y_ptr.dtype.element_ty), mask=at < outputs)
+        if came == 0:
+            give_up(words_ptr, state_ptr, (number << ENTRY_BITS) | entry, broken, GAVE_UP)

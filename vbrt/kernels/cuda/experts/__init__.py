@@ -31,7 +31,8 @@ slot, score, time and counts; for each slot its page and place in the window's q
 two launches: one program marks the routed experts, applies the rule of `vbrt.residency.expert_pool` and writes the
 address of each leased expert and a list of what is missing; 264 programs then copy the list, 16 bytes a thread. Nothing
 waits for the host, so a decode step may be one CUDA graph. The road not taken: one launch in which programs wait for
-the first one would save about 1 µs.
+the first one would save about 1 µs. Pages on a drive (`drive_mail.py`, `drive_triton.py`) take a launch more: a post of
+their numbers; the programs that copy then wait for addresses.
 """
 
 __all__: list[str] = []
