@@ -81,6 +81,7 @@ WRONG_VALUES = [
     ("policy.prefetch", -1, '-1; expected a whole number from 0 to 64, or "auto"'),
     ("policy.prefetch", 65, '65; expected a whole number from 0 to 64, or "auto"'),
     ("experts.miss", "cpu", '"cpu"; expected "fetch", "compute" or "auto"; did you mean "compute"?'),
+    ("experts.drive_wait_s", 0, "0; expected a whole number from 1 to 1800"),
     ("separation.levels", 1, "1; expected a whole number from 2 to 8"),
     ("separation.levels", 16, "16; expected a whole number from 2 to 8"),
     (

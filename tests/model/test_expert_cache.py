@@ -41,7 +41,7 @@ def cached():
     device._tables, device.fine = Tables(), {}
     device.keys = {name: tuple(f"{name}#coarse.{e}" for e in range(n)) for name, n in SIZES.items()}
     stored = {key: SimpleNamespace(nbytes=40) for keys in device.keys.values() for key in keys}
-    device._stack = SimpleNamespace(pages=stored)
+    device._stack, device.drive = SimpleNamespace(pages=stored), None
     cache = ExpertCache(SimpleNamespace(names=["gpu", "cpu"]), list)
     for name, experts in SIZES.items():
         tally = Tally()

@@ -1,9 +1,11 @@
 """Recordings of passes with hosted weights: what replays announce. The graph itself needs a GPU."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
+from vbrt.errors import TierError
 from vbrt.model.pass_recording import PassRecording
 from vbrt.tiers import Recording
 
@@ -43,7 +45,7 @@ def made(monkeypatch):
     monkeypatch.setattr(Recording, "__exit__", lambda self, *error: None)
     monkeypatch.setattr(Recording, "replay", replay)
     hostings = [Hosting(7), Hosting(0)]
-    return PassRecording(None, "decode", None, hostings), hostings
+    return PassRecording(None, "decode", None, hostings, []), hostings
 
 
 def test_replays_announce_the_posts_of_the_models_that_have_some(made):
@@ -78,3 +80,21 @@ def test_a_capture_that_fails_leaves_nothing_capturing(made):
     with pytest.raises(ValueError, match="inside"), recording:
         raise ValueError("inside")
     assert not any(hosting.capturing for hosting in hostings)
+
+
+def test_caches_of_experts_hear_of_replays_and_may_refuse_them(made):
+    recording, _ = made
+    heard = []
+
+    def fails():
+        heard.append("again")
+        raise TierError("a page did not come")
+
+    recording._caches = [SimpleNamespace(begin_replay=lambda: heard.append("begun"))]
+    with recording:
+        pass
+    assert recording.replay(None) and heard == ["begun"]
+    recording._caches.append(SimpleNamespace(begin_replay=fails))
+    with pytest.raises(TierError, match="did not come"):
+        recording.replay(None)
+    assert recording.replays == 1

@@ -108,6 +108,7 @@ class ExpertsOverrides(TypedDict, total=False):
     """Keys of `ExpertsConfig`."""
 
     miss: Literal["fetch", "compute", "auto"]
+    drive_wait_s: int
 
 
 class SeparationOverrides(TypedDict, total=False):

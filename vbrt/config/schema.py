@@ -244,11 +244,14 @@ class ExpertsConfig(Section):
     computes the others. "auto": split each layer's misses between link and CPU by measured rates. Results of the last
     two equal those of "fetch" up to rounding. Only for experts in 4 or 8 bits, and few tokens at a time; with
     compute.where = "device" all are fetched.
+    drive_wait_s: seconds that the GPU waits for pages that it misses on a drive; without them results are NaN, and an
+    error follows. At most 1.5 on Windows, which ends kernels that run for 2 s.
     """
 
     _key: ClassVar[str] = "experts"
 
     miss: Literal["fetch", "compute", "auto"] = opt("auto", choice(*MISSES))
+    drive_wait_s: int = opt(10, whole(1, 1800))
 
 
 @dataclass(frozen=True, slots=True)

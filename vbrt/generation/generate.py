@@ -101,7 +101,9 @@ class Generating:
         if how.asked:
             attachment = self._attached(how)
             move_rest_(self._model(), attachment.stack.device)  # before transformers asks where the model is
-            return speculating(self._model(), attachment, how, self._plainly, args, kwargs)
+            out = speculating(self._model(), attachment, how, self._plainly, args, kwargs)
+            attachment.expert_cache.check()
+            return out
         return self._plainly(*args, **kwargs)
 
     def _attached(self, how: Speculation) -> "Attachment":
@@ -132,6 +134,7 @@ class Generating:
         with self.steps.session(limit_of(model, args, kwargs), watched=watched) as session:
             out = _with_forward(model, _Forward(model.forward, session), lambda: generate(*args, **kwargs))
         attachment.hosting.check_results()
+        attachment.expert_cache.check()
         return out
 
     @contextlib.contextmanager

@@ -148,8 +148,9 @@ class Attachment:
         miss = terms.settings.missed_experts
         self.missed = None if miss == "fetch" else MissedExperts(miss)
         self.hosting = Hosting(runtime.stack, self.registry, terms.settings.compute.where)
+        wait_s = float(terms.settings.experts.drive_wait_s)
         hosted = None if self.missed is None else HostedMisses(self.missed, self.hosting.mailbox)
-        self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now, self.missed, hosted)
+        self.expert_cache = ExpertCache(runtime.stack, self.registry.layers_now, self.missed, hosted, wait_s)
         for layer in layers.values():
             if isinstance(layer, VBExperts):
                 if runtime.stack.device.type == accelerator.TYPE:

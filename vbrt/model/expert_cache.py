@@ -1,9 +1,9 @@
 """Device-side cache of routed experts: the GPU decides which experts are resident, where possible.
 
-Once all experts are encoded, those with pages in pinned host memory share one device cache, which takes the rest of the
-GPU's budget. A new budget, or new weights, end it; the next forward of a layer creates another. Fallback: the host
-decides, and `stats().fallbacks` has the reason. The host also decides where the CPU computes missed experts: see
-`layers/experts/missed_experts.py`.
+Once all experts are encoded, those with pages in pinned host memory, or on a drive below it, share one device cache,
+which takes the rest of the GPU's budget, and of the host memory's where there is a drive. A new budget, or new weights,
+end it; the next forward of a layer creates another. Fallback: the host decides, and `stats().fallbacks` has the reason.
+The host also decides where the CPU computes missed experts: see `layers/experts/missed_experts.py`.
 """
 
 import operator
@@ -35,6 +35,9 @@ _PASSING = 4  # room for streamed pages of other layers, in leases of two of the
 class ExpertCache:
     """Owner of a model's device cache of experts; there may be none.
 
+    Args:
+        wait_s: the device waits so long for pages from a drive.
+
     Attributes:
         missed: CPU compute of missed experts where the host decides; None: they are fetched.
         hosted: the same where the device decides.
@@ -47,7 +50,9 @@ class ExpertCache:
         layers: Callable[[], Iterable["SwappedLayer"]],
         missed: MissedExperts | None = None,
         hosted: HostedMisses | None = None,
+        wait_s: float = 10.0,
     ) -> None:
+        self._wait_s = wait_s
         self._stack, self._layers, self.missed, self.hosted = stack, layers, missed, hosted
         self._cache: DeviceCache | None = None
         self._handles: dict[str, ExpertsHandle] = {}  # by name, in the cache's layer order
@@ -91,13 +96,18 @@ class ExpertCache:
             keys = {name: handle.keys[:: handle.planes] for name, handle in served.items()}
             fine = {name: handle.keys[1::2] for name, handle in served.items() if handle.spec.fine}
             scope = self._stack.levels[0].policy.scope
-            self._cache = DeviceCache(self._stack, keys, capacity, scope=scope, fine=fine)
+            spare = self._spare(served, 1)
+            self._cache = DeviceCache(
+                self._stack, keys, capacity, scope=scope, fine=fine, spare_bytes=spare, wait_s=self._wait_s
+            )
         except TierError as error:
             self.fallbacks = [f"the host decides which experts are resident: {error}"]
             return
         self._handles = served
         self._told, self._told_pages = self._cache.totals(), self._cache.counts()
         hosted = {} if why else self._hosted_layers(served)
+        if why and self._cache.drive is not None and self.computes_misses:
+            self.missed.announce(f"the GPU decides, which waits for no routing, and then {why}")
         for number, (name, handle) in enumerate(served.items()):
             form = handle.form([None] * handle.spec.experts)
             exact = handle.places if handle.spec.fine else None
@@ -115,13 +125,18 @@ class ExpertCache:
 
     def _room(self, served: dict[str, ExpertsHandle]) -> int:
         """Return the bytes of the GPU's budget that no other page needs."""
+        return self._stack.levels[0].free_bytes - self._spare(served, 0)
+
+    def _spare(self, served: dict[str, ExpertsHandle], index: int) -> int:
+        """Return the bytes of a level's budget that pages from below need to pass through, or to be leased."""
         stack, own = self._stack, {key for handle in served.values() for key in handle.keys}
-        others = [page.nbytes for key, page in stack.pages.items() if page.home and page.passes and key not in own]
+        below = ((key, page) for key, page in stack.pages.items() if page.home > index and page.passes)
+        others = [page.nbytes for key, page in below if key not in own]
         token = max(
             sum(page.nbytes for page in handle.pages[: handle.spec.top_k * handle.planes]) for handle in served.values()
         )
         passing = min(sum(others), _PASSING * 2 * max(others, default=0))
-        return stack.levels[0].free_bytes - passing - token
+        return passing + token
 
     def told(self) -> str:
         """Return how missed experts are computed while the device decides, for statistics; "" if they are fetched."""
@@ -154,10 +169,26 @@ class ExpertCache:
             handle.routing.computed += more.computed
             tokens = more.named // handle.spec.top_k
             handle.routing.add(more.leases, tokens, more.touched, compared=more.compared, reused=more.reused)
+        if cache.drive is not None:
+            owners = {key: handle for handle in self._handles.values() for key in handle.keys}
+            for key, times in cache.drive.drained().items():
+                page = self._stack.pages[key]
+                for counted in (page, owners[key].pages[0].tally):
+                    _count(counted, 0, 0, times * page.nbytes, cache.drive.link)
         if each:
             told, self._told_pages = self._told_pages, cache.counts()
             for name, counts in self._told_pages.items():
                 _count_each(self._handles[name].pages, counts, told[name], link)
+
+    def begin_replay(self) -> None:
+        """See `DeviceCache.begin_replay`. Raises TierError."""
+        if self._cache is not None:
+            self._cache.begin_replay()
+
+    def check(self) -> None:
+        """See `DeviceCache.check`. Raises TierError."""
+        if self._cache is not None:
+            self._cache.check()
 
     def forget_recording(self) -> None:
         """Allow the cache to end although a graph has captured it: the graph's owner checks pages before replays."""

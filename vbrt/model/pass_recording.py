@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 
 from vbrt.host import accelerator
+from vbrt.model.expert_cache import ExpertCache
 from vbrt.model.hosting import Hosting
 from vbrt.tiers import Recording, TierStack
 
@@ -17,10 +18,19 @@ class PassRecording(Recording):
 
     Args:
         hostings: of the models that a pass may belong to.
+        caches: of their experts, which hear of replays.
     """
 
-    def __init__(self, stack: TierStack, phase: str, keys: Collection[str] | None, hostings: Sequence[Hosting]) -> None:
+    def __init__(
+        self,
+        stack: TierStack,
+        phase: str,
+        keys: Collection[str] | None,
+        hostings: Sequence[Hosting],
+        caches: Sequence[ExpertCache],
+    ) -> None:
         super().__init__(stack, phase, keys)
+        self._caches = caches
         self._hostings, self._capture = hostings, contextlib.ExitStack()
         self._posts: list[tuple[Hosting, int]] = []
         self._versions = [hosting.version for hosting in hostings]
@@ -44,7 +54,10 @@ class PassRecording(Recording):
 
         Raises:
             KernelError: an earlier product was not answered by the CPU.
+            TierError: pages of experts did not come from the drive in an earlier pass.
         """
+        for cache in self._caches:
+            cache.begin_replay()
         posts = [(hosting, count) for hosting, count in self._posts if count]
         if posts and self._versions != [hosting.version for hosting in self._hostings]:
             self._ended = self._ended or "the CPU computes with other weights since the recording"

@@ -189,7 +189,9 @@ class Runtime:
             TierError: it cannot be captured; the message says why.
         """
         self.check_open("recording")
-        return PassRecording(self.stack, phase, keys, [attachment.hosting for attachment in self.attachments])
+        hostings = [attachment.hosting for attachment in self.attachments]
+        caches = [attachment.expert_cache for attachment in self.attachments]
+        return PassRecording(self.stack, phase, keys, hostings, caches)
 
     # -- budgets ------------------------------------------------------------------------------------------------------
 

@@ -5,27 +5,32 @@ import random
 
 import torch
 
+from tests.layers.experts import tables
 from vbrt.formats.page import build_layout
-from vbrt.kernels.cuda.experts import residency
+from vbrt.kernels.cuda.experts import drive_mail, residency
 from vbrt.kernels.cuda.experts.residency import Shares
+from vbrt.layers.experts import device_cache
 from vbrt.layers.experts.device_cache import DeviceCache
 from vbrt.residency.access_counts import RoutingCounts
 from vbrt.residency.expert_pages import ExpertsPolicy
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import Announce, simulate
-from vbrt.tiers import Level, MemoryTier, Owner, TierStack
+from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
 
 PAGE = 4096
 
 
 class Experts:
     """Experts of some layers in a stack, with random bytes, as many as `counts` says, of `pages` * 4 KiB; where `fine`
-    says so, with fine pages of that many or one more. `sizes`: of an expert's place in a cache, by coarse key."""
+    says so, with fine pages of that many or one more. With `drive`, a folder, every second page lives on a drive, and
+    host memory has room for eight of those. `sizes`: of an expert's place in a cache, by coarse key."""
 
-    def __init__(self, device, counts, pages, *, fine=None, gpu_bytes=1 << 30):
+    def __init__(self, device, counts, pages, *, fine=None, gpu_bytes=1 << 30, drive=None):
         self.counts, self.owners = counts, []
         near, far = MemoryTier("gpu", device, gpu_bytes), MemoryTier("cpu", torch.device("cpu"), 1 << 40, pinned=True)
-        self.stack = TierStack([Level(near, LRUPolicy(gpu_bytes)), far])
+        self.stack = TierStack([Level(near, LRUPolicy(gpu_bytes)), far if drive is None else Level(far, LRUPolicy(0))])
+        if drive is not None:
+            self.stack.attach(SsdTier(drive, 1 << 40))
         self.layers = {f"layer{i}": [f"layer{i}.experts#coarse.{e}" for e in range(n)] for i, n in enumerate(counts)}
         self.sizes = {key: PAGE * n for keys, n in zip(self.layers.values(), pages, strict=True) for key in keys}
         self.content, more = {}, dict(zip(self.layers, fine or [0] * len(counts), strict=True))
@@ -36,14 +41,18 @@ class Experts:
         for name, keys in self.fine.items():
             stored |= {key: PAGE * (more[name] + e % 2) for e, key in enumerate(keys)}
             self.sizes |= {key: self.sizes[key] + PAGE * (more[name] + 1) for key in self.layers[name]}
-        for key, nbytes in stored.items():
+        for number, (key, nbytes) in enumerate(stored.items()):
+            home = "cpu" if drive is None or number % 2 else "ssd"
             self.owners.append(Owner(self.stack))
             self.content[key] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
             layout = build_layout("dense", "coarse", [("weight", "uint8", (nbytes,))])
-            self.stack.add(key, layout, "cpu", lambda out, key=key: out.copy_(self.content[key]), self.owners[-1])
+            self.stack.add(key, layout, home, lambda out, key=key: out.copy_(self.content[key]), self.owners[-1])
 
     def cache(self, slots, *, scope="layer"):
         """A cache with so many slots a layer, all layers alike."""
+        if "ssd" in self.stack.names:
+            far = self.stack.levels[1]
+            far.resize(far.home_bytes + 8 * max(page.numel() for page in self.content.values()))
         one_of_each = sum(max(self.sizes[key] for key in keys) for keys in self.layers.values())
         return DeviceCache(self.stack, self.layers, slots * one_of_each, scope=scope, fine=self.fine)
 
@@ -81,10 +90,12 @@ def simulated(policy, trace, sizes):
     return {key: pair for key, pair in pages.items() if any(pair)}, frozenset(policy.resident())
 
 
-def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3, fine=None):
+def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3, fine=None, drive=None):
     """Lease at random in the interpreter; hits, misses, residents and bytes are those of the policy after each."""
-    residency._PROGRAMS = 1
-    choose, experts = random.Random(seed), Experts(torch.device("cpu"), counts_of_layers, pages, fine=fine)
+    residency._PROGRAMS, device_cache._CHOOSE_EVERY = 1, 3
+    drive_mail._launch = tables.drive_launch
+    choose = random.Random(seed)
+    experts = Experts(torch.device("cpu"), counts_of_layers, pages, fine=fine, drive=drive)
     cache, trace = experts.cache(slots, scope=scope), []
     of_layers = [RoutingCounts(count) for count in counts_of_layers]
     largest = {f"{name}.experts#coarse": experts.sizes[keys[0]] for name, keys in experts.layers.items()}
@@ -114,6 +125,10 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3, fine=None)
     for total, c in zip(cache.totals().values(), of_layers, strict=True):
         assert total[5:] == (c.cached, c.tokens, c.touched, c.compared, c.reused), (seed, total, c.compared, c.reused)
     evictions = sum(misses for _, misses in want.values()) - sum("coarse" in key for key in resident)
+    if drive is not None:
+        cache.check()
+        found = cache.drive.counts, sum(at >= 0 for at in cache._tables._sources[0, ::2].tolist())
+        assert found[0].posts > 3 and found[1], found
     cache.close()
     experts.stack.close()
     return evictions

@@ -5,6 +5,7 @@ The rule is another than theirs: the slot after the last one that was filled giv
 
 import ctypes
 import math
+import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -18,7 +19,7 @@ from vbrt.formats.fine_plane import wide_codes_in
 from vbrt.formats.page import DTYPES
 from vbrt.kernels.cuda.fine import merge
 
-__all__ = ["launch", "merge_experts"]
+__all__ = ["drive_launch", "launch", "merge_experts"]
 
 
 def launch(name: str) -> Any:
@@ -82,6 +83,74 @@ def _fetch(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...],
         source, target, units = table[1 + i :: PAGES][:3]
         assert units <= numbers[0]
         ctypes.memmove(target, source, 4096 * units)
+
+
+def drive_launch(name: str) -> Any:
+    """In the place of `drive_mail._launch`: posts, and waits for the thread that reads the drive."""
+
+    def launched(device: Any, grid: Any, tensors: Any, numbers: Any, **constants: Any) -> None:
+        with _disable_current_modes():
+            {"ask": _ask, "bring": _bring}[name](tensors, numbers, **constants)
+
+    return launched
+
+
+def _word(words: Tensor, at: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(words.data_ptr() + 8 * at)
+
+
+def _ask(
+    tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, POST: int, COUNT: int, LIST: int, PAGES: int, **_: Any
+) -> None:
+    fetch, ranks, words, state = tensors
+    first, most = numbers
+    far = [i for i in range(int(fetch[0])) if fetch[1 + i] < 0]
+    ranks[:PAGES] = -1
+    posted = far[first : first + most]
+    for rank, i in enumerate(posted):
+        ranks[i], words[LIST + rank] = rank, -1 - fetch[1 + i]
+    state[2] = len(posted)
+    if posted:
+        state[0] += 1
+        words[COUNT] = len(posted)
+        _word(words, POST).value = int(state[0])
+
+
+def _bring(
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    *,
+    ANSWER: int,
+    GAVE_UP: int,
+    ADDRESSES: int,
+    FIRST: bool,
+    PAGES: int,
+    **_: Any,
+) -> None:
+    fetch, ranks, _, words, state = tensors
+    units, wait_us = numbers
+    table = fetch.tolist()
+    entries = [table[1 + i :: PAGES][:3] for i in range(table[0])]
+    for source, target, own in entries if FIRST else ():
+        assert own <= units
+        if source >= 0:
+            ctypes.memmove(target, source, 4096 * own)
+    number, broken, posted = state.tolist()
+    if not posted:
+        return
+    begun = time.monotonic_ns()
+    while not broken and abs(_word(words, ANSWER).value) != number and time.monotonic_ns() - begun < 1000 * wait_us:
+        time.sleep(1e-5)
+    came = _word(words, ANSWER).value == number
+    for (_, target, own), rank in zip(entries, ranks.tolist(), strict=False):
+        if rank >= 0 and came:
+            ctypes.memmove(target, _word(words, ADDRESSES + rank).value, 4096 * own)
+        elif rank >= 0:
+            ctypes.memset(target, 255, 4096 * own)
+    if not came:
+        state[1] = 1
+        if not broken:
+            _word(words, GAVE_UP).value = number
 
 
 def merge_experts(

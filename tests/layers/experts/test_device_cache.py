@@ -80,6 +80,14 @@ _INTERPRETED = {
         print(compare_hosted(0, 13, 5, [0, 0, 1, 2], 10))
         print(compare_hosted(1, 9, 4, [0, 1, 2, 3], 10))  # all, but for every second time
     """,
+    "drive": """
+        import tempfile
+        for seed, given in ((0, ((13, 13), (1, 1), 5, "layer", 24)), (1, ((9, 9), (1, 1), 4, "model", 12))):
+            with tempfile.TemporaryDirectory() as folder:
+                print(compare(seed, *given, drive=folder))
+        with tempfile.TemporaryDirectory() as folder:
+            print(compare(2, (9,), (2,), 4, "layer", 9, fine=(1,), drive=folder))
+    """,
     "scan": """
         residency._PROGRAMS = 1
         experts = Experts(torch.device("cpu"), (12,), (1,))
@@ -175,6 +183,10 @@ def test_misses_of_least_worth_are_left_to_the_host(printed):
     assert len(printed["hosted"]) == 2 and all(int(count) > 3 for count in printed["hosted"])
 
 
+def test_what_is_on_a_drive_changes_no_decision_and_no_byte(printed):
+    assert len(printed["drive"]) == 3 and all(int(count) > 5 for count in printed["drive"])
+
+
 def test_a_scan_leaves_the_pages_that_are_used_most(printed):
     assert printed["scan"] == ["True", "True"]
 
@@ -240,7 +252,7 @@ def test_one_lease_at_a_time(monkeypatch):
     experts = Experts(CPU, (8,), (1,))
     cache, ids, events = experts.cache(4), torch.tensor([[1]]), []
     monkeypatch.setattr(cache._tables, "decide", lambda layer, ids, **how: events.append("leased"))
-    monkeypatch.setattr(cache._tables, "fetch", lambda layer: None)
+    monkeypatch.setattr(cache._tables, "fetch", lambda *of: None)
 
     def other():
         with cache.lease(0, ids):
@@ -262,7 +274,7 @@ def test_one_lease_at_a_time(monkeypatch):
 def test_ctrl_c_anywhere_leaves_a_cache_that_leases(monkeypatch):
     cache, ids, events = Experts(CPU, (8,), (1,)).cache(4), torch.tensor([[1]]), []
     monkeypatch.setattr(cache._tables, "decide", lambda layer, ids, **how: events.append("begun"))
-    monkeypatch.setattr(cache._tables, "fetch", lambda layer: events.append("done"))
+    monkeypatch.setattr(cache._tables, "fetch", lambda *of: events.append("done"))
     monkeypatch.setattr(cache._tables, "forget", lambda: events.append("forgot"))
 
     def work():

@@ -48,8 +48,9 @@ def cached(device, monkeypatch):  # noqa: F811
     monkeypatch.setattr(CachedLayer, "at", _at)
     monkeypatch.setattr(Buffer, "pinned", True)
 
-    def wrapped(model=None, format="nvfp4", room=8, miss="auto"):
-        vb = wrap_beside(monkeypatch, qwen3_moe() if model is None else model, format, room=room, miss=miss)
+    def wrapped(model=None, format="nvfp4", room=8, miss="auto", **tiers):
+        model = qwen3_moe() if model is None else model
+        vb = wrap_beside(monkeypatch, model, format, room=room, miss=miss, **tiers)
         attachment = vb._attachment
         for handle in attachment.registry.handles:
             if hasattr(handle, "deciding"):

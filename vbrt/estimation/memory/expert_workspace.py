@@ -21,7 +21,9 @@ from vbrt.kernels.cuda.fine.merge import why_not_experts
 from vbrt.kernels.cuda.launch_table import are_few
 from vbrt.residency.expert_leases import ExpertLeases, gathered_at_once
 from vbrt.residency.expert_pages import pages_of_scan
+from vbrt.residency.host_slots import slots_wanted
 from vbrt.residency.plan import Plan, Swap
+from vbrt.residency.plan_data import lease_bytes
 from vbrt.residency.room_division import auto_scan
 
 __all__ = ["HeldExperts", "experts_at_once", "heard_by_host", "pairs_among", "slots_of", "touched_share"]
@@ -48,8 +50,8 @@ def experts_at_once(leases: ExpertLeases, room_bytes: int | None) -> tuple[int, 
 
 def slots_of(swap: Swap, plan: Plan) -> int | None:
     """Return a lossless MoE layer's slots in the GPU-managed expert cache; None without such a cache: rounded formats,
-    or pages that are not all in host memory."""
-    if plan.compute_tier != "gpu" or not _is_gathered(swap) or {page.home for page in swap.pages} != {"cpu"}:
+    or pages elsewhere than in host memory and on a drive below it."""
+    if plan.compute_tier != "gpu" or not _is_gathered(swap) or not _is_below(swap, plan):
         return None
     moving = [one for one in plan.routed if any(page.home != "gpu" for page in one.pages)]
     room = plan.budgets["gpu"] - plan.home_bytes("gpu") - max(sum(page.nbytes for page in one.leased) for one in moving)
@@ -63,15 +65,25 @@ def _parts(leases: ExpertLeases, slots: int) -> tuple[int, int]:
     return gathered, gathered if slots == leases.experts else min(gathered, max(1, slots // 2))
 
 
+def _is_below(swap: Swap, plan: Plan) -> bool:
+    """True if all pages live in host memory, or on a drive below it, with slots in host memory for those."""
+    homes = {page.home for page in swap.pages}
+    if homes == {"cpu"} or not homes <= {"cpu", "ssd"} or "cpu" not in plan.budgets:
+        return homes == {"cpu"}
+    planes, largest = len(swap.pages) // swap.experts, max(page.nbytes for page in swap.pages)
+    room = plan.budgets["cpu"] - plan.home_bytes("cpu") - max(lease_bytes(one.pages) for one in plan.routed)
+    return room >= slots_wanted(len(swap.pages), planes)[0] * largest
+
+
 def heard_by_host(swap: Swap, plan: Plan, pairs: int) -> bool:
     """True if the host must learn which experts so many pairs name, to lease them for a GPU."""
     homes = {page.home for page in swap.pages}
-    if not (homes <= {"gpu"} or homes == {"cpu"}) or (swap.lossless and not _is_gathered(swap)):
+    if not (homes <= {"gpu"} or _is_below(swap, plan)) or (swap.lossless and not _is_gathered(swap)):
         return True
     if not swap.lossless:  # kernels take pages by address
-        return homes == {"cpu"} and FORMATS[swap.format].kernels is None
+        return homes != {"gpu"} and FORMATS[swap.format].kernels is None
     gathered = gathered_at_once(swap.dense_bytes // swap.experts)
-    at_once = (slots_of(swap, plan) or 0) if homes == {"cpu"} else gathered
+    at_once = (slots_of(swap, plan) or 0) if homes != {"gpu"} else gathered
     return pairs >= swap.experts or pairs > at_once
 
 

@@ -18,6 +18,7 @@ parameters.
 | `experts_handle.py`, `leased_experts.py`, `expert_pages_io.py` | the weights: pages, leases, pickles |
 | `experts_coder.py`, `expert_encoding.py` | encoding and decoding, and which kernels |
 | `device_cache.py`, `residency_owner.py`, `residency_reasons.py` | residency decided by the GPU; who decides, why |
+| `prompt_ring.py`, `drive_pages.py` | pages that pass by the cache; pages that the GPU asks for, on a drive |
 | `hosted_experts.py`, `miss_rates.py` | missed experts computed by the CPU, where the GPU decides |
 | `missed_experts.py`, `cpu_experts.py`, `captured_cpu.py` | the same where the host decides; experts on a CPU |
 | `expert_gradients.py`, `expert_operators.py` | gradients of frozen experts; operators of compiled graphs |
@@ -33,13 +34,22 @@ ops `experts_up` and `experts_down` (`vbrt.kernels.experts` specifies them), no 
 takes them in order, in chunks, and announces them, so that pages are prefetched and the policy does not take the scan
 for a habit. With fewer ids one lease takes the touched experts.
 
-**The GPU decides** where pages live in page-locked memory and the policy is `experts`. Once all experts
-are encoded `vbrt.model.expert_cache` makes one `DeviceCache` for the model: its arena is one page of the computing
-tier, reserved at once from its budget. Leases follow each other; replays of a graph must run on the same stream, or be
-ordered. Scans take half of the slots at most. A new budget or new weights end the cache, and the next forward makes
-another. Everything else (pages on a drive, implementations that loop over experts, a CPU) goes the host's way with the
-same bits; so do gradients, and lossless experts that were cast or given another implementation since.
-`stats()` says who decides and why.
+**The GPU decides** where pages live in page-locked memory, or on a drive below it, and the policy is `experts`. Once
+all experts are encoded `vbrt.model.expert_cache` makes one `DeviceCache` for the model: its arena is one page of the
+computing tier, reserved at once from its budget. Leases follow each other; replays of a graph must run on the same
+stream, or be ordered. Scans take half of the slots at most. A new budget or new weights end the cache, and the next
+forward makes another. Everything else (implementations that loop over experts, a CPU) goes the host's way with the same
+bits; so do gradients, and lossless experts that were cast or given another implementation since. `stats()` says who
+decides and why.
+
+**Pages on a drive** (`drive_pages.py`, `tiers/stack/staged_pages.py`, `residency/host_slots.py`). The device's table
+has an address for each page in host memory, and a number below 0 for the others. A lease posts what it is missing of
+these and waits; a thread reads them into slots of host memory, and writes their addresses. In a capture this is one
+launch more: a post, then the fetch, which copies pages in host memory before it waits. Which pages have addresses
+changes between passes only, so no read of the device meets a slot that is being written. Roads not taken: layers with
+pages on a drive decided by the host, the others by the device: one such layer takes a whole step out of its recording,
+and with host memory for three quarters of the pages it would still be every fourth layer that waits for its routing.
+Addresses that change while passes run: each eviction would have to wait for the device.
 
 **Lossless experts in the cache** are computed by the implementation, on weights that are copied together from the
 slots, or merged from the two planes that a slot has of `exact` ones, 256 MiB at a time at most, outside of the budgets.

@@ -4,9 +4,10 @@
     with cache.lease(layer, ids_Tk) as addresses:      # int64 [E]: where the kernels find each routed expert
         y = op(x, ids_Tk, ..., addresses)
 
-The pages live in pinned host memory. An `Arena` is the cache's share of the computing tier's budget, cut into equal
-slots; tables on the device map pages to slots (`vbrt.kernels.cuda.experts.residency`). Eviction follows the policy
-`experts`: counts equal those of `vbrt.simulate` for the same routing.
+The pages live in pinned host memory, or some of them on a drive (`drive_pages.py`). An `Arena` is the cache's share of
+the computing tier's budget, cut into equal slots; tables on the device map pages to slots
+(`vbrt.kernels.cuda.experts.residency`). Eviction follows the policy `experts`: counts equal those of `vbrt.simulate`
+for the same routing.
 
 **Order.** Slots are overwritten in stream order, so leases are serialized: a second thread waits until the first one
 has left its `with`, and a lease on another stream waits, on the device, for the stream of the previous lease. Captured
@@ -15,6 +16,10 @@ graphs are replayed without this class: replay them on the stream of the other l
 **Prompts** that one lease does not take pass by the cache (`pass_through`): pools lend their last slots to a ring
 (`prompt_ring.py`) until the last layer. The device reads how many slots a pool may use, so captured graphs follow; none
 lends what they may need.
+
+**Pages on a drive** are read when the device asks for them. Between passes, when it is quiet, those that it missed
+most often get fixed places in host memory, which it reads by address like the others: at the first layer of a prompt,
+and every `_CHOOSE_EVERY` passes, which wait for the device then.
 
 **Ctrl-C.** A lease that was interrupted between its two launches may leave pages in the tables whose bytes were not
 copied: the next lease empties the cache first.
@@ -33,14 +38,19 @@ from torch import Tensor
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts.residency import Experts, Heard, PoolRoom, ResidentTables, Shares, Source
+from vbrt.layers.experts.drive_pages import DrivePages
 from vbrt.layers.experts.prompt_ring import PromptRing, chunks, ring_room
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
-from vbrt.tiers import TierStack
+from vbrt.residency.host_slots import slots_wanted
+from vbrt.tiers import Page, TierStack
 from vbrt.tiers.stack.device_arena import Arena
+from vbrt.tiers.stack.staged_pages import StagedPages, on_drive
 
 __all__ = ["DeviceCache", "DeviceCounts", "DeviceTotals", "Part", "Passing"]
 
+_CHOOSE_EVERY = 32  # passes
+_HALVES = 2  # misses counted so far are divided by this at each choice
 _NEARLY_ALL = 4  # pairs per expert from which nearly all are touched, so that pages of the next layer are copied ahead
 
 
@@ -108,6 +118,8 @@ class DeviceCache:
         capacity_bytes: of the computing tier's budget.
         scope: "layer" or "model"; see `vbrt.residency.expert_pages`.
         fine: the keys of the fine pages of layers whose experts have two planes: a slot has both, one behind the other.
+        spare_bytes: of host memory, left for pages from a drive that other layers' passes need.
+        wait_s: the device waits so long for pages from a drive.
 
     Attributes:
         layers: their names; `lease` takes the number of one.
@@ -115,11 +127,12 @@ class DeviceCache:
         recorded: True once a CUDA graph has captured slot addresses; cleared when all such graphs are dropped.
         capacity_bytes: of the arena.
         slot_bytes: of a slot that takes any expert of a layer, by layer.
+        drive: pages on a drive; None if all are in host memory.
 
     Raises:
-        TierError: pages are not in pinned host memory, or layers that share slots take slots of several sizes; the
-            budget has no room, or `capacity_bytes` none for a slot of each layer. Nothing has changed then: leases of
-            the stack work, with the host deciding.
+        TierError: pages are neither in pinned host memory nor on a drive below it, or layers that share slots take
+            slots of several sizes; a budget has no room, or `capacity_bytes` none for a slot of each layer. Nothing has
+            changed then: leases of the stack work, with the host deciding.
     """
 
     def __init__(
@@ -130,6 +143,8 @@ class DeviceCache:
         *,
         scope: str = "layer",
         fine: Mapping[str, Sequence[str]] | None = None,
+        spare_bytes: int = 0,
+        wait_s: float = 10.0,
     ) -> None:
         self._stack, self.keys, self.scope = stack, {name: tuple(keys) for name, keys in layers.items()}, scope
         self.fine = {name: tuple(keys) for name, keys in (fine or {}).items()}
@@ -139,7 +154,9 @@ class DeviceCache:
         self.recorded = self._deciding = self._leased = self._lending = False
         self.slot_bytes = {name: self._bytes_of_slot(name) for name in self.keys}
         self._arena: Arena | None = None
-        self._reserve(capacity_bytes)
+        self.drive: DrivePages | None = None
+        self._passes, self._demand = 0, _Demand()
+        self._reserve(capacity_bytes, spare_bytes, wait_s)
 
     def __deepcopy__(self, memo: dict) -> "DeviceCache":
         return self  # copies of a model share the pages
@@ -148,17 +165,33 @@ class DeviceCache:
         raise TierError("a device cache cannot be pickled; make another one for the layers that were unpickled")
 
     @torch.inference_mode(False)  # tables of a pass in inference mode are written by passes outside of it
-    def _reserve(self, capacity_bytes: int) -> None:
-        """Make the arena and its tables."""
+    def _reserve(self, capacity_bytes: int, spare_bytes: int, wait_s: float) -> None:
+        """Make the arena, its tables, and what reads pages on a drive."""
+        stack, experts = self._stack, self._experts()
         layers, pools = self._rooms(capacity_bytes)
-        nbytes = sum(pool.slots * pool.page_bytes for pool in pools)
-        experts = self._experts()
-        arena = Arena(self._stack, f"{experts[0][0]}#cache", [key for keys in experts for key in keys], nbytes)
-        sizes, places = self._stack.pages, iter(arena.addresses)
-        sources = [[Source(next(places), sizes[key].nbytes) for key in keys] for keys in experts]
-        tables = ResidentTables(layers, pools, arena.memory, sources, one=ONE)
+        nbytes, name = sum(pool.slots * pool.page_bytes for pool in pools), f"{experts[0][0]}#cache"
+        keys = [key for keys in experts for key in keys]
+        far = [key for key in keys if on_drive(stack, key)]
+        near = keys if not far else [key for key in keys if not on_drive(stack, key)]
+        arena = Arena(stack, name, near, nbytes)
+        try:
+            if far:
+                planes = max(map(len, experts))
+                least, most = slots_wanted(len(far), planes)
+                staged = StagedPages(stack, far, f"{name}-host", spare_bytes=spare_bytes, least=least, most=most)
+                self.drive = DrivePages(staged, planes, wait_s, stack.device)
+            places = dict(zip(near, arena.addresses, strict=True)) | {key: -1 - n for n, key in enumerate(far)}
+            sizes = stack.pages
+            sources = [[Source(places[key], sizes[key].nbytes) for key in keys] for keys in experts]
+            mail = None if self.drive is None else self.drive.mail
+            tables = ResidentTables(layers, pools, arena.memory, sources, one=ONE, mail=mail)
+        except BaseException:
+            self._end(arena)
+            raise
         if accelerator.is_device(arena.memory):
             self._stream = accelerator.current_stream(arena.memory.device)
+        self._far = {key: number for number, key in enumerate(far)}
+        self._far_experts = [e for e, keys in enumerate(experts) for key in keys if key in self._far]
         self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
         self._needed = [1] * len(pools)
         self._forget_ring()
@@ -179,10 +212,14 @@ class DeviceCache:
             (pages[key].nbytes for key in fine if key in pages), default=0
         )
 
-    def _source(self, layer: int, expert: int) -> list[Tensor]:
-        """Return an expert's pages in host memory, which do not move while the cache lives."""
-        pages = [self._stack.pages[key] for key in self._planes(self.layers[layer], expert)]
-        return [self._stack.levels[page.home].slots[page.key].view for page in pages]
+    def _source(self, layer: int, expert: int) -> list[Tensor | int]:
+        """Return an expert's pages in host memory, which do not move while the cache lives; numbers of those on the
+        drive."""
+        keys = self._planes(self.layers[layer], expert)
+        return [self._far[key] if key in self._far else self._view(self._stack.pages[key]) for key in keys]
+
+    def _view(self, page: Page) -> Tensor:
+        return self._stack.levels[page.home].slots[page.key].view
 
     def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
         by_layer = self.scope == "layer"
@@ -239,7 +276,8 @@ class DeviceCache:
         self._lending, self._deciding = lend, False
         if lend and self._ring is None:
             slots = [slot for n, part in enumerate(lent) for slot in tables.memory(n)[tables.pools[n].slots - part :]]
-            self._ring = PromptRing(chunks(slots, len(slots) // self._segments)[: self._segments], self._source)
+            segments = chunks(slots, len(slots) // self._segments)[: self._segments]
+            self._ring = PromptRing(segments, self._source, self.drive)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -317,8 +355,11 @@ class DeviceCache:
             self._check_open(layer)
             if accelerator.is_device(ids_Tk):
                 self._follow_stream(ids_Tk.device)
+            self._check_drive()
             self._settle(lend=True)
             heard = self._tables.hear(layer, ids_Tk)
+            if layer == 0 and self.drive is not None:  # the device has just answered
+                self._choose()
             touched = [expert for expert, pairs in enumerate(heard.pairs) if pairs]
             resident = [expert for expert in touched if expert in heard.resident]
             missing = [expert for expert in touched if expert not in heard.resident]
@@ -339,7 +380,7 @@ class DeviceCache:
             for part in stays:
                 passing = order.part(part)
                 alone_P = torch.full_like(heard.ids, -1).index_copy_(0, passing.pairs, passing.ids.squeeze(1))
-                compute(passing._replace(addresses=self._fetch(layer, alone_P, scan=True)))
+                compute(passing._replace(addresses=self._fetch(layer, alone_P, len(part), scan=True)))
             for number, part in enumerate(last, len(first)):
                 with passage.read(number):
                     compute(order.part(part))
@@ -403,16 +444,27 @@ class DeviceCache:
         if accelerator.is_device(ids_Tk) and accelerator.is_current_stream_capturing():
             self._note_needed(layer, ids_Tk, scan=scan)
         else:
+            if layer == 0 and not scan:
+                self._begin_pass()
+            self._check_drive()
             self._settle(lend=False)
-        return self._fetch(layer, ids_Tk, scan=scan, shares=shares, post=post)
+        return self._fetch(layer, ids_Tk, ids_Tk.numel(), scan=scan, shares=shares, post=post)
 
     def _fetch(
-        self, layer: int, ids_Tk: Tensor, *, scan: bool, shares: Shares | None = None, post: Callable[[], None] = int
+        self,
+        layer: int,
+        ids_Tk: Tensor,
+        experts: int,
+        *,
+        scan: bool,
+        shares: Shares | None = None,
+        post: Callable[[], None] = int,
     ) -> Tensor:
+        """experts: that ids name, at most."""
         self._deciding = True
         addresses = self._tables.decide(layer, ids_Tk, scan=scan, shares=shares)
         post()
-        self._tables.fetch(layer)
+        self._tables.fetch(layer, experts)
         self._deciding = False
         return addresses
 
@@ -447,6 +499,58 @@ class DeviceCache:
         if self._arena is None:
             raise TierError(f"{self.layers[layer]}: its device cache was closed")
         self._arena.check_open()
+
+    # -- pages on a drive ---------------------------------------------------------------------------------------------
+
+    def begin_replay(self) -> None:
+        """Prepare for the launch of a graph that has captured leases: pages on a drive may be asked for.
+
+        Raises TierError: pages did not come in an earlier pass. The next one asks again.
+        """
+        if self.drive is not None:
+            with self._lock:
+                self._begin_pass()
+                self._check_drive()
+
+    def check(self) -> None:
+        """Raise TierError if pages did not come from the drive in a pass so far; waits for the device if there are
+        any."""
+        if self.drive is not None:
+            with self._lock:
+                self._wait()
+                self._check_drive()
+
+    def _wait(self) -> None:
+        """Wait until the device has run what was launched, replays on other streams included."""
+        if accelerator.has_streams(self._stack.device):
+            accelerator.synchronize(self._stack.device)
+
+    def _check_drive(self) -> None:
+        if self.drive is None:
+            return
+        self.drive.awake()
+        if self.drive.recovers():
+            self._tables.publish(dict.fromkeys(range(len(self._far))))
+        error = self.drive.failure()
+        if error is not None:
+            self._wait()
+            self.drive.mend()
+            self._tables.mend()
+            raise error
+
+    def _begin_pass(self) -> None:
+        """Count a pass; every so many, fix places of pages in host memory, with the device quiet."""
+        self._passes += 1
+        if self.drive is not None and self._passes % _CHOOSE_EVERY == 0:
+            self._wait()
+            self._choose()
+
+    def _choose(self) -> None:
+        """Fix the places of the pages on the drive that the device missed most; it must be quiet."""
+        with self.drive.changing():
+            if self._demand.follows(self._tables.misses(), sum(self.drive.counts)):
+                demand = self._demand.of(self._far_experts)
+                self._tables.publish(self.drive.choose(demand))
 
     # -- counts, room -------------------------------------------------------------------------------------------------
 
@@ -492,8 +596,41 @@ class DeviceCache:
                 if self._ring is not None:
                     self._ring.stop()
                     self._ring = None  # it refers to this cache: the arena's memory would wait for the collector
-                arena.close()
+                self._end(arena)
                 self._arena = None
+
+    def _end(self, arena: Arena) -> None:
+        """End what reads pages, once the device asks for none, and free the arena."""
+        if self.drive is not None:
+            self._wait()
+            self.drive.close()
+        arena.close()
+
+
+class _Demand:
+    """Counts of misses by expert, of which later ones weigh more."""
+
+    def __init__(self) -> None:
+        self._misses: Tensor | None = None
+        self._worth: Tensor | None = None
+        self._read = 0
+
+    def follows(self, misses: Tensor, read: int) -> bool:
+        """Take new counts; False if the drive was asked for nothing since the last ones: all that is missed is fixed.
+
+        Args:
+            misses: so far, by expert.
+            read: grows with what the drive is asked for.
+        """
+        if read == self._read:
+            return False
+        worth = misses.double() if self._misses is None else self._worth / _HALVES + (misses - self._misses)
+        self._misses, self._worth, self._read = misses, worth, read
+        return True
+
+    def of(self, experts: Sequence[int]) -> list[float]:
+        """Return the worth of pages, by their experts."""
+        return self._worth[experts].tolist()
 
 
 class _Order:

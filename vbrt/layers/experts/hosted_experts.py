@@ -34,6 +34,7 @@ from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.libraries.torch_api import is_capturing
 from vbrt.residency.hosted_share import HostRates
 from vbrt.residency.miss_policy import hosted_counts
+from vbrt.tiers.stack.staged_pages import on_drive
 
 __all__ = ["HostedLayer", "HostedMisses"]
 
@@ -66,6 +67,8 @@ class HostedMisses:
         sides = _shapes(handle)["up"][1], _shapes(handle)["down"][0]
         if any(side % GROUP for side in sides):
             return f"{handle.spec.name}: its inputs and outputs {sides} are no multiples of {GROUP}"
+        if any(on_drive(handle.stack, key) for key in handle.keys):
+            return f"{handle.spec.name}: some of its pages live on a drive"
         why = self._missed.why_fetched(layer)
         return f"{handle.spec.name}: {why}" if why else ""
 

@@ -28,6 +28,7 @@ from vbrt.layers.experts.miss_rates import measured_rates
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
 from vbrt.residency.miss_policy import Missed, MissRates, computed_experts, expected_misses, host_pays
 from vbrt.tiers.stack.host_lease import LowerLease, has_host_below, missing_worth
+from vbrt.tiers.stack.staged_pages import on_drive
 
 __all__ = ["MissedExperts"]
 
@@ -135,6 +136,8 @@ class MissedExperts:
         served = [(handle, layer) for handle, layer in layers if layer is not None and self._layer(layer) is not None]
         if not served or self.mode == "compute":
             return not served
+        if any(on_drive(handle.stack, key) for handle, _ in served for key in handle.keys):
+            return True  # it waits for no routing; `announce` that, once it decides
         share = min(1.0, room_bytes / max(1, sum(page.nbytes for handle, _ in layers for page in handle.pages)))
         handle, layer = max(served, key=lambda one: one[0].pages[0].nbytes)
         rates = self.rates_of(layer)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from vbrt.host import accelerator
-from vbrt.tiers.storage.device_copy import copy_pages, span
+from vbrt.layers.experts.drive_pages import DrivePages
+from vbrt.tiers.storage.device_copy import Span, copy_pages, span
 
 __all__ = ["Passage", "PromptRing", "chunks", "ring_room"]
 
@@ -93,13 +94,21 @@ class PromptRing:
 
     Args:
         segments: slots of each, on the computing device, uint8 [bytes of a page] each; at least two segments.
-        source: returns the pages of a layer's expert in page-locked host memory, uint8 [bytes], for one slot; they do
-            not move.
+        source: returns the pages of a layer's expert for one slot: in page-locked host memory, uint8 [bytes], where
+            they do not move, or their numbers on a drive.
+        drive: reads pages on a drive; None if there are none.
     """
 
-    def __init__(self, segments: Sequence[Sequence[Tensor]], source: Callable[[int, int], Sequence[Tensor]]) -> None:
-        self._segments = [_Segment(slots) for slots in segments]
-        self._pages = functools.cache(lambda layer, expert: [span(page) for page in source(layer, expert)])
+    def __init__(
+        self,
+        segments: Sequence[Sequence[Tensor]],
+        source: Callable[[int, int], Sequence[Tensor | int]],
+        drive: DrivePages | None = None,
+    ) -> None:
+        self._segments, self._drive = [_Segment(slots) for slots in segments], drive
+        self._pages = functools.cache(
+            lambda layer, expert: [page if isinstance(page, int) else span(page) for page in source(layer, expert)]
+        )
         self._device = device = segments[0][0].device
         self._stream = accelerator.Stream(device) if accelerator.has_streams(device) else None
         self._ahead: list[_Load] = []  # first parts of a layer to come
@@ -154,12 +163,41 @@ class PromptRing:
             pages = [self._pages(load.layer, expert) for expert in load.experts]
             if self._stream is not None and segment.read is not None:
                 self._stream.wait_event(segment.read)
-            copy_pages(segment.slots, pages, self._stream)
+            if self._drive is None:
+                copy_pages(segment.slots, pages, self._stream)
+            else:
+                self._read_and_copy(segment.slots, pages, self._drive)
             if self._stream is not None:
                 segment.arrived = self._stream.record_event()
+
+    def _read_and_copy(self, slots: Sequence[Span], pages: Sequence[Sequence[Span | int]], drive: DrivePages) -> None:
+        """Copy pages, of which numbers are read from the drive first, a batch while the copies of the last one run.
+        Raises TierError: a page cannot be read."""
+        at = 0
+        for numbers, some in _batches(pages, drive.batch):
+            with drive.lent(numbers) if numbers else contextlib.nullcontext() as lent:
+                spans = [[span(lent.pages[page]) if isinstance(page, int) else page for page in of] for of in some]
+                copy_pages(slots[at : at + len(some)], spans, self._stream)
+                if lent is not None and self._stream is not None:
+                    lent.copied = self._stream.record_event()
+            at += len(some)
 
     def stop(self) -> None:
         """Have the current stream wait for all copies; what is ahead is forgotten."""
         self._ahead = []
         if self._stream is not None:
             accelerator.current_stream(self._device).wait_stream(self._stream)
+
+
+def _batches(
+    pages: Sequence[Sequence[Span | int]], most: int
+) -> Iterator[tuple[list[int], Sequence[Sequence[Span | int]]]]:
+    """Cut experts into parts with so many pages on the drive at most; yield their numbers, and the pages of a part."""
+    numbers, first = list[int](), 0
+    for at, of in enumerate(pages):
+        own = [page for page in of if isinstance(page, int)]
+        if numbers and len(numbers) + len(own) > most:
+            yield numbers, pages[first:at]
+            numbers, first = [], at
+        numbers += own
+    yield numbers, pages[first:]

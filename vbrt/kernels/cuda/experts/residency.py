@@ -11,7 +11,7 @@ can be captured in a CUDA graph: the tables are static.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from vbrt.formats.page import PAGE_ALIGN
 from vbrt.host import accelerator
 from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda.experts.drive_mail import DriveMail
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
@@ -60,7 +61,8 @@ class Experts(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Address of a page in device-accessible memory, and its size, a multiple of 4096 bytes."""
+    """Address of a page in device-accessible memory, and its size, a multiple of 4096 bytes. Below 0: -1 - number of a
+    page on a drive (`drive_mail.py`)."""
 
     address: int
     nbytes: int
@@ -105,6 +107,8 @@ class ResidentTables:
         sources: of each number the expert's pages, which share a slot: one, or two, of which the first ones are of one
             size in a layer.
         one: score increment of a lease.
+        mail: makes the mailbox by which pages on a drive are fetched, for so many pages that a lease may be missing;
+            None if no page is on one.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class ResidentTables:
         sources: Sequence[Sequence[Source]],
         *,
         one: int,
+        mail: Callable[[int], DriveMail] | None = None,
     ) -> None:
         self.layers, self.pools, self.one = tuple(layers), tuple(pools), one
         self._first_page = _starts([layer.count for layer in layers])
@@ -127,9 +132,13 @@ class ResidentTables:
         self._second_at = [pages[0][0].nbytes for pages in of_layers]
         self._largest = [max(page.nbytes for expert in pages for page in expert) for pages in of_layers]
         rows = [[0] * len(sources) for _ in range(2 * max(self._planes))]
+        self._far: dict[int, int] = {}  # place in _sources, by number of a page on the drive
         for number, pages in enumerate(sources):
             for plane, page in enumerate(pages):
                 rows[2 * plane][number], rows[2 * plane + 1][number] = page.address, page.nbytes // PAGE_ALIGN
+                if page.address < 0:
+                    self._far[-1 - page.address] = 2 * plane * len(sources) + number
+        self._asks = [any(page.address < 0 for expert in pages for page in expert) for pages in of_layers]
         self._sources = torch.tensor(rows, dtype=torch.int64, device=arena.device)
         self._pages, self._slots = table(_PAGE_ROWS, len(sources)), table(2, self._first_slot[-1])
         self._all_clocks = table(len(pools), len(_CLOCKS))
@@ -140,6 +149,7 @@ class ResidentTables:
         self._addresses = [table(layer.count).fill_(at) for layer, at in zip(layers, places, strict=True)]
         most = max(_power_of_two(layer.count) for layer in layers)
         self._fetch, self._marks = table(1 + 3 * max(self._planes) * most), table(most)
+        self._mail = None if mail is None else mail(max(self._planes) * most)
         numbers = functools.partial(torch.tensor, dtype=torch.int64, device=arena.device)
         self._pools_of_pages = numbers([layer.pool for layer in self.layers for _ in range(layer.count)])
         self._pools_of_slots = numbers([number for number, pool in enumerate(self.pools) for _ in range(pool.slots)])
@@ -258,12 +268,30 @@ class ResidentTables:
         self._pages[_HITS : _HITS + 2, first : first + count] += seen
         self._routed[layer][:1].zero_()  # see resolve_triton
 
-    def fetch(self, layer: int) -> None:
-        """Fetch the missing pages of the lease just decided."""
+    def fetch(self, layer: int, named: int) -> None:
+        """Fetch the missing pages of the lease just decided, of so many experts at most."""
         experts = self.layers[layer]
         pages, units = self._planes[layer] * _power_of_two(experts.count), self._largest[layer] // PAGE_ALIGN
+        if self._asks[layer]:
+            missing = self._planes[layer] * min(named, experts.count)
+            self._mail.fetch(self._fetch, self._arenas[experts.pool], units, pages=pages, missing=missing)
+            return
         constants = {"PAGES": pages, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
         _launch("fetch")(_PROGRAMS, (self._fetch, self._arenas[experts.pool]), (units,), warps=_WARPS, **constants)
+
+    def publish(self, places: Mapping[int, int | None]) -> None:
+        """Tell the device where pages on a drive, by number, lie in host memory; None: nowhere. No lease may be under
+        way that reads where one was."""
+        if not places:
+            return
+        told = [[self._far[number] for number in places], [-1 - n if at is None else at for n, at in places.items()]]
+        where, addresses = accelerator.sent(torch.tensor(told, dtype=torch.int64, device="cpu"), self._pages.device)
+        self._sources.view(-1)[where] = addresses
+
+    def mend(self) -> None:
+        """Ask for pages on a drive again after some did not come; what has slots may lack their bytes and is gone."""
+        self.forget()
+        self._mail.mend()
 
     def memory(self, number: int) -> Tensor:
         """Return the slots of a pool, uint8 [slots, page bytes]."""
@@ -275,6 +303,10 @@ class ResidentTables:
         """Return hits, misses and misses that the host computed of each page, int64 [3, pages] on the CPU;
         synchronizes."""
         return self._pages[_HITS : _HITS + 3].cpu()
+
+    def misses(self) -> Tensor:
+        """Return the misses of each page, int64 [pages] on the CPU; synchronizes."""
+        return self._pages[_HITS + 1].cpu()
 
     def routed(self) -> Tensor:
         """Return each layer's counters over leases except scans, int64 [layers, 5] on the CPU: leases, ids that named
