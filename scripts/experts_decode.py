@@ -11,9 +11,14 @@ divided; the limit counts what the CPU computes at its rate beside the link. Whe
 and hits, misses and bytes are the host's counts. With `--breakdown`
 rows in which it does say where a layer's time goes, in microseconds of the host (`missed_breakdown.py`).
 
+With `--drive` all expert pages live on a drive, and host memory has room for all but that percentage of them; the
+device asks for what lies on the drive alone. `posts`, `drive_pages` and `drive_mb` are per token: how often it waited,
+and what was read. With `--decide host` the host leases instead, as where the device cannot decide.
+
     python3 scripts/experts_decode.py [--layers 48] [--shares 50 25 10] [--how joined] [--out results.json]
     python3 scripts/experts_decode.py --shares 10 --miss fetch compute auto [--breakdown]
     python3 scripts/experts_decode.py --shape large --layers 8 --shares 50 25 --miss fetch compute auto
+    python3 scripts/experts_decode.py --shares 10 --drive 10 25 50 --decide gpu host --ssd /mnt/nvme
     python3 scripts/experts_decode.py --format nvfp4+exact --layers 8 --shares 25
     python3 scripts/experts_decode.py --routing tests/data/experts/balanced.routing
 """
@@ -193,11 +198,19 @@ class Decoder:
             with torch.cuda.graph(graph):
                 self.step()
             return graph.replay
-        hosting = self._model._attachment.hosting
+        hosting, experts = self._model._attachment.hosting, self._model._attachment.expert_cache
         with hosting.captured() as counted, torch.cuda.graph(graph):
             self.step()
         posts = counted()
-        return (lambda: hosting.replayed(posts, lambda: graph.replay() or True)) if posts else graph.replay
+
+        def replay() -> None:
+            experts.begin_replay()
+            if posts:
+                hosting.replayed(posts, lambda: graph.replay() or True)
+            else:
+                graph.replay()
+
+        return replay
 
 
 @dataclass(frozen=True)
@@ -209,6 +222,9 @@ class Run:
     misses: float = 0.0
     bytes_in: float = 0.0
     computed: float = 0.0
+    posts: float = 0.0
+    drive_pages: float = 0.0
+    drive_bytes: float = 0.0
 
 
 def decode(model: nn.Module, trace: Trace, *, how: str, spans: Spans | None = None) -> Run:
@@ -247,21 +263,25 @@ def host_decides(model: nn.Module) -> bool:
     return wrapped and any(handle.streams and handle.deciding.cache is None for handle in expert_handles(model))
 
 
-def counts_of(model: nn.Module) -> tuple[int, int, int, int]:
-    """Hits, misses, bytes and computed experts of a wrapped model: as the device counts them, or the host; zeros where
-    no page moves."""
+def counts_of(model: nn.Module) -> tuple[int, ...]:
+    """Hits, misses, bytes and computed experts of a wrapped model, as the device counts them, or the host; posts to the
+    drive, pages and bytes read. Zeros where no page moves."""
     if host_decides(model):
         layers = [layer for layer in model.stats().layers.values() if layer.experts is not None]
         top = f">{model.stack.names[0]}"
         moved = sum(n for layer in layers for link, n in layer.bytes_moved.items() if link.endswith(top))
         counts = (sum(layer.hits for layer in layers), sum(layer.misses for layer in layers))
-        return *counts, moved, sum(layer.experts.computed for layer in layers)
+        read = sum(n for layer in layers for link, n in layer.bytes_moved.items() if link.startswith("ssd>"))
+        page = expert_handles(model)[0].pages[0].nbytes
+        return *counts, moved, sum(layer.experts.computed for layer in layers), 0, read // page, read
+    drives = [cache.drive.counts for cache in device_caches(model) if cache.drive is not None]
     found = [counts for cache in device_caches(model) for counts in cache.counts().values()]
     return (
         sum(int(c.hits.sum()) for c in found),
         sum(int(c.misses.sum()) for c in found),
         sum(c.bytes_in for c in found),
         sum(int(c.computed.sum()) for c in found),
+        *map(sum, zip((0, 0, 0), *drives, strict=True)),
     )
 
 
@@ -285,10 +305,29 @@ def expert_handles(vb: vbrt.VBModelWrapper) -> list[ExpertsHandle]:
 # -- a share of the pages on the GPU ----------------------------------------------------------------------------------
 
 
-def put_below(vb: vbrt.VBModelWrapper) -> None:
-    """Have the experts live in host memory, and all other pages on the GPU."""
+def put_below(vb: vbrt.VBModelWrapper, tier: str = "cpu") -> None:
+    """Have the experts live in host memory, or on a drive, and all other pages on the GPU."""
+    vb.runtime.open_stores()
     experts = {key for handle in expert_handles(vb) for key in handle.keys}
-    vb.stack.rehome({key: "cpu" if key in experts else "gpu" for key in vb.stack.pages})
+    vb.stack.rehome({key: tier if key in experts else "gpu" for key in vb.stack.pages})
+
+
+def limit_host(vb: vbrt.VBModelWrapper, drive: float) -> None:
+    """Give host memory room for all expert pages but a share of them, and for those that pass through it."""
+    handles = expert_handles(vb)
+    experts = sum(page.nbytes for handle in handles for page in handle.pages)
+    lease = max(sum(page.nbytes for page in handle.pages[: handle.spec.top_k * handle.planes]) for handle in handles)
+    vb.set_budget("cpu", int((1 - drive) * experts) + lease)
+
+
+def let_decide(vb: vbrt.VBModelWrapper, decides: str) -> None:
+    """Have the device decide where it can, or the host everywhere."""
+    attachment = vb._attachment
+    for handle in expert_handles(vb):
+        if decides == "host":
+            handle.deciding.follow = None
+        elif vb.stack.device.type == "cuda":
+            handle.deciding.ask_with(attachment.expert_cache.follow)
 
 
 def forget_graphs(vb: vbrt.VBModelWrapper) -> None:
@@ -350,14 +389,20 @@ def cached_row(
     how: str,
     miss: str = "fetch",
     parts: bool = False,
+    drive: float = 0.0,
+    decides: str = "gpu",
 ) -> dict[str, object]:
     """Decode with a share of the expert pages on the GPU.
 
     Args:
+        drive: share of the expert pages that host memory has no room for.
         parts: the row says where a layer's time goes, if the host decides.
     """
     forget_graphs(vb)
     use_miss(vb, miss)
+    let_decide(vb, decides)
+    if drive:
+        limit_host(vb, drive)
     vb.set_budget("gpu", budget_of(vb, share))
     trace.done.clear()
     if torch.cuda.is_available():
@@ -389,6 +434,8 @@ def cached_row(
         "beyond_budget_and_kept_gb": (peak - budget - kept) / 1e9,
         "fallbacks": list(stats.fallbacks),
     }
+    if drive:
+        row |= {"drive": drive, "posts": run.posts, "drive_pages": run.drive_pages, "drive_mb": run.drive_bytes / 1e6}
     missed = vb._attachment.missed
     if missed is not None and missed.rates is not None:  # of a call of the CPU, and of a layer where the host decides
         row |= {"call_us": missed.rates.call_s * 1e6, "host_us": missed.rates.host_s * 1e6}
@@ -437,12 +484,16 @@ def rows(
     parts: bool = False,
     format: str = FOUR_BITS,
     recording: Recorded | None = None,
+    drives: Sequence[float] = (0.0,),
+    decide: Sequence[str] = ("gpu",),
+    ssd: str | None = None,
     **shape: int,
 ) -> Iterator[dict[str, object]]:
     """Yield the row of each case, which says where the routing is from.
 
     Args:
         recording: followed instead of a generated trace.
+        drives: shares of the expert pages that host memory has no room for, all of which live in `ssd` then.
     """
     origin = {"routing": "generated" if recording is None else "recorded"}
     start = time.perf_counter()
@@ -459,6 +510,7 @@ def rows(
         note(f"bf16, {way}", start)
     top = "gpu" if device.type == "cuda" else "cpu"
     tiers = {top: {"budget": gpu}} | ({"cpu": {"budget": "40GiB"}} if top == "gpu" else {})
+    tiers |= {} if ssd is None else {"ssd": {"enabled": True, "path": ssd}}
     policy = {"kind": "experts"}
     vb = vbrt.wrap(model, "fp4", policy=policy, weights=weights_of(format), tiers=tiers).materialize()
     if device.type == "cuda":
@@ -474,12 +526,13 @@ def rows(
     }
     forget_graphs(vb)
     if device.type == "cuda" and shares:
-        put_below(vb)
+        put_below(vb, "cpu" if ssd is None else "ssd")
         note("put below", start)
-    for share, miss in itertools.product(shares, misses):
-        row = cached_row(vb, trace, share, resident, how=how, miss=miss, parts=parts)
+    for share, drive, decides, miss in itertools.product(shares, drives, decide, misses):
+        how_far = {"miss": miss, "drive": drive, "decides": decides}
+        row = cached_row(vb, trace, share, resident, how=how, parts=parts, **how_far)
         yield {"case": row.pop("case")} | origin | row
-        note(f"{share:.0%}, {miss}", start)
+        note(f"{share:.0%}, {miss}, {drive:.0%} on a drive, {decides}", start)
     vb.close()
 
 
@@ -514,9 +567,16 @@ def main() -> None:
     parser.add_argument("--format", default=FOUR_BITS, help="of the experts: nvfp4, nf4, dense, nvfp4+exact, ...")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="a recording to follow, of vb.record_routing")
+    parser.add_argument(
+        "--drive", type=float, nargs="+", metavar="PERCENT", help="of the expert pages, on a drive alone"
+    )
+    parser.add_argument("--ssd", type=Path, default=Path("pages"), help="folder for pages, with --drive")
+    parser.add_argument("--decide", nargs="+", choices=("gpu", "host"), default=["gpu"], help="who decides residency")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    done = []
+    done, on_drive = [], {}
+    if args.drive:
+        on_drive = {"drives": [percent / 100 for percent in args.drive], "ssd": str(args.ssd)}
     shares, shape = [share / 100 for share in args.shares], SHAPES[args.shape]
     try:
         recording = recorded(args.routing, args.layers, **shape) if args.routing else None
@@ -524,7 +584,7 @@ def main() -> None:
         parser.error(f"--routing {error}")
     for row in rows(
         args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown,
-        format=args.format, recording=recording, **shape,
+        format=args.format, recording=recording, decide=args.decide, **on_drive, **shape,
     ):  # fmt: skip
         say(row)
         done.append(row)
@@ -532,6 +592,7 @@ def main() -> None:
     what = "experts-decode" if args.miss == ["fetch"] else "experts-missed"
     what += "-large" if args.shape == "large" else ""
     what += "-recorded" if recording else ""
+    what += "-drive" if args.drive else ""
     what += "" if args.format == FOUR_BITS else f"-{args.format.replace('+', '-')}"
     out = args.out or ROOT / "benchmarks" / "results" / f"{what}-{name}.json"
     head = {"machine": machine(), "threads": torch.get_num_threads(), "shape": args.shape, "layers": args.layers}

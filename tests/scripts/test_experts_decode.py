@@ -93,3 +93,21 @@ def test_small_copies_are_timed_by_the_gpus_clock(monkeypatch):
     spans, (line, *_) = Spans(), CROSSING[0]
     assert spans.crossed(line, abs)(-2) == 2
     assert spans.row(layers=5, tokens=1) == {line: pytest.approx(50)}
+
+
+@torch.no_grad()
+def test_a_share_of_the_experts_is_read_from_a_drive(monkeypatch, tmp_path):
+    monkeypatch.setattr(experts_decode, "WARM", 1)
+    monkeypatch.setattr(experts_decode, "COUNTED", 4)
+    model = build(2, CPU, **TINY)
+    trace = Trace(routing_of(model, 12), CPU)
+    trace.lead(model)
+    page = 4096
+    vb = wrap_beside(monkeypatch, model, room=4, cpu={"budget": 9 * page}, ssd={"enabled": True, "path": str(tmp_path)})
+    budgets = {}
+    monkeypatch.setattr(type(vb), "set_budget", lambda self, tier, nbytes: budgets.setdefault(tier, nbytes))
+    row = cached_row(vb, trace, 0.25, Run(1e-3), how="joined", drive=0.5, decides="host")
+    pages = {p.nbytes for p in vb.stack.pages.values()}
+    assert budgets["cpu"] == (8 + 2) * max(pages) and row["decides"] == ["host"]
+    assert row["drive_mb"] > 0 and row["drive_pages"] == pytest.approx(row["drive_mb"] * 1e6 / max(pages))
+    vb.close()
