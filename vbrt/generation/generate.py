@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from vbrt.errors import ArgumentError, WrapError
 from vbrt.generation.capture.captured_step import Feed
-from vbrt.generation.capture.mutation_watch import calls_others
 from vbrt.generation.capture.session import CUSTOM, KEEPS_BITS, OFF, STREAMS, Session, Steps
 from vbrt.generation.fusion.deterministic_attention import is_steady_on
-from vbrt.generation.fusion.graph_backends import Recorded, Recorder, recorder_for
+from vbrt.generation.fusion.graph_backends import Recorder, recorder_for
 from vbrt.generation.kv.cache_argument import with_asked_cache
 from vbrt.generation.speculation.seeded_generate import Speculation
 from vbrt.generation.speculation.seeded_generate import generate as speculating
@@ -36,9 +35,11 @@ from vbrt.layers.experts import ExpertsHandle, why_waits
 from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.layers.weights.precompile_kernels import compile_ahead
 from vbrt.libraries import transformers_api
+from vbrt.model.mutation_watch import calls_others
 from vbrt.model.pass_hooks import move_rest_
 from vbrt.model.phase import DECODE, phase_name
 from vbrt.report.stats import StepCounts
+from vbrt.tiers.schedule.graph_recorder import Recorded
 
 if TYPE_CHECKING:
     from vbrt.model.attachment import Attachment

@@ -22,12 +22,12 @@ on the host for each new length, 35 to 65 ms, which plain decoding pays as well.
 forwards look up by name, in a table, in an object or by an import of their own (`code_fingerprint.py`), one of torch's
 functions or methods, a hook or one of transformers' implementations is replaced; and with the model. All but pages are
 checked once per call. Calls with user callbacks (processors, criteria, streamers) compare attributes, hooks, configs
-and addresses of parameters before each step (`mutation_watch.py`), and are eager while the model is modified; functions
-of Python modules are not checked again. No capture uses a cache with replaced methods. Weights loaded in place are read
-by the next replay. A step that sets an attribute of a module, or replaces a buffer, is not captured. Other side
-effects, such as states in buffers, are restored after capture and comparison (`side_effects.py`): the recorder sees
-each write before it happens, and aborts the run at one that it could not restore. A failed capture is also ended in
-torch's allocator and generator.
+and addresses of parameters before each step (`model/mutation_watch.py`), and are eager while the model is modified;
+functions of Python modules are not checked again. No capture uses a cache with replaced methods. Weights loaded in
+place are read by the next replay. A step that sets an attribute of a module, or replaces a buffer, is not captured.
+Other side effects, such as states in buffers, are restored after capture and comparison (`side_effects.py`): the
+recorder sees each write before it happens, and aborts the run at one that it could not restore. A failed capture is
+also ended in torch's allocator and generator.
 
 **When to capture on a CPU.** A capture takes four passes and some Python per module, which is negligible on a GPU only.
 It is made at the first step of the first call nevertheless: when it waited until it would pay off, a call gave other

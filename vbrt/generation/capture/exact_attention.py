@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from vbrt.generation.fusion.graph_backends import outside
 from vbrt.generation.fusion.step_graph import StepGraph
 from vbrt.generation.fusion.step_rows import current_row
 from vbrt.generation.static.cache_kinds import NotRecordable
@@ -31,6 +30,7 @@ from vbrt.generation.static.static_cache import Slots, Statics
 from vbrt.host.host_memory import storage_of
 from vbrt.kernels.operator_trace import StepRefused, recorder, root_of
 from vbrt.libraries.transformers_attention import NotRouted, Route
+from vbrt.tiers.schedule.graph_recorder import outside
 
 __all__ = ["ExactAttention", "as_captured", "is_captured"]
 

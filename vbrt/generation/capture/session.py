@@ -38,7 +38,6 @@ from vbrt.generation.capture.captured_step import (
     difference,
 )
 from vbrt.generation.capture.model_fingerprint import attributes, changed, fingerprint, why_eager
-from vbrt.generation.capture.mutation_watch import Watch
 from vbrt.generation.capture.step_io import Call, cache_in, ids_in, new_tokens, take_apart
 from vbrt.generation.static.cache_kinds import (
     EMPTY,
@@ -54,6 +53,7 @@ from vbrt.generation.static.static_cache import Statics, is_entered, leave, offe
 from vbrt.host.logger import warn
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.libraries.transformers_attention import register_routes
+from vbrt.model.mutation_watch import Watch
 from vbrt.report.stats import StepCounts
 
 __all__ = ["CUSTOM", "KEEPS_BITS", "OFF", "STREAMS", "NotNow", "Session", "Steps"]

@@ -43,7 +43,6 @@ from vbrt.generation.fusion.fuse_attention import join_attention, join_cache_wri
 from vbrt.generation.fusion.fuse_cpu_layers import join_gates, join_products, join_projections
 from vbrt.generation.fusion.fuse_norms import eager_forms, join_norms
 from vbrt.generation.fusion.fuse_routers import join_routers
-from vbrt.generation.fusion.graph_backends import without_collections
 from vbrt.generation.fusion.precompile_launches import compile_launches
 from vbrt.generation.fusion.step_graph import Program, StepGraph
 from vbrt.host import accelerator
@@ -55,6 +54,7 @@ from vbrt.layers.experts.experts_layer import encoded_forward
 from vbrt.layers.modules.compiled_forward import FEW_TOKENS, tiles_of_pass
 from vbrt.layers.weights.linear_product import kernels_of_pass, linear_without_grad, linears_without_grad
 from vbrt.libraries.torch_api import tree_leaves
+from vbrt.tiers.schedule.graph_recorder import without_collections
 
 __all__ = ["PATTERNS", "JoinReport", "Joined", "joined"]
 

@@ -3,15 +3,11 @@
     tape = recorder.record(step, within)   # `step` reads and writes tensors at static addresses
     tape.replay()                          # the same kernels on the same addresses, without step's Python
 
-`CudaRecorder` captures a CUDA graph; where the step calls `outside(function)`, it captures one graph before and one
-after it, and replays call the function between them. `CpuRecorder` keeps the step itself, which runs a `Tape`. Any
+`CudaRecorder` captures a CUDA graph. `CpuRecorder` keeps the step itself, which runs a `Tape`. Any
 object with the members of `Recorder` can be used in their place.
 """
 
-import contextlib
-import gc
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,16 +17,9 @@ from vbrt.generation.fusion.cpu_tape import RowsTape, Tape
 from vbrt.generation.fusion.step_graph import Program, StepGraph
 from vbrt.generation.fusion.step_rows import Given, RowsProgram
 from vbrt.host import accelerator
-from vbrt.libraries.torch_api import end_allocate_to_pool
+from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded
 
-__all__ = ["CpuRecorder", "CudaRecorder", "Recorded", "Recorder", "outside", "recorder_for", "without_collections"]
-
-
-class Recorded(Protocol):
-    """Captured launches."""
-
-    def replay(self) -> None:
-        """Launch them again, on the current stream."""
+__all__ = ["CpuRecorder", "CudaRecorder", "Recorder", "recorder_for"]
 
 
 class Recorder(Protocol):
@@ -64,123 +53,10 @@ class Recorder(Protocol):
         """Free what captures hold. Idempotent; they must not be replayed afterwards."""
 
 
-class _Here(threading.local):
-    pieces: "_Pieces | None" = None
-
-
-_here = _Here()
-
-
-def outside(function: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call a function outside of CUDA graphs: now, and again at each replay if a step is being captured.
-
-    Its result has the same shape and dtype at each call; under capture the tensor that is returned has a fixed address.
-    """
-    return function() if _here.pieces is None else _here.pieces.outside(function)
-
-
-class _Pieces:
-    """A step under capture, and its replay: CUDA graphs, and calls between them, in order."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool, self._calls = pool, list[Callable[[], object]]()
-        self.graphs: list[accelerator.Graph] = []
-        self.open: accelerator.Graph | None = None
-
-    def begin(self) -> None:
-        """Begin to capture a graph."""
-        self.open = accelerator.Graph()
-        self.open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> None:
-        """End the graph."""
-        self.open.capture_end()
-        self._calls.append(self.open.replay)
-        self.graphs.append(self.open)
-        self.open = None
-
-    def outside(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call a function between two graphs."""
-        self.end()
-        result = torch.empty_like(function())  # its values are those of a step that has not run
-        self._calls.append(lambda: result.copy_(function()))
-        self.begin()
-        return result
-
-    def replay(self) -> None:
-        """Launch the graphs and call the functions, on the current stream."""
-        for call in self._calls:
-            call()
-
-
-class CudaRecorder:
-    """Captures CUDA graphs in one memory pool: they never run concurrently, and results are copied out."""
+class CudaRecorder(GraphRecorder):
+    """Captures CUDA graphs of step graphs, those of models with lossless weights, too."""
 
     program, rows, lossless = Program, RowsProgram, True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, accelerator.graph_pool_handle()
-        self._stream: torch.Stream | None = None
-        self._graphs: list[accelerator.Graph] = []
-
-    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Recorded:
-        """Warm up `step` on a side stream (compiles kernels, creates handles), then capture it."""
-        stream = self._stream = self._stream or accelerator.Stream(self._device)
-        current = accelerator.current_stream(self._device)
-        stream.wait_stream(current)
-        try:
-            with accelerator.stream(stream):
-                step()
-                with within():
-                    pieces = self._capture(step)
-        finally:
-            current.wait_stream(stream)
-        self._graphs += pieces.graphs
-        return pieces.graphs[0] if len(pieces.graphs) == 1 else pieces
-
-    def _capture(self, step: Callable[[], None]) -> _Pieces:
-        pieces = _here.pieces = _Pieces(self._pool)
-        try:
-            with without_collections():  # a tensor collected during capture would be freed within it
-                pieces.begin()
-                try:
-                    step()
-                except BaseException:
-                    self._give_up(pieces.open)
-                    raise
-                try:
-                    pieces.end()
-                except BaseException:
-                    self._recover()
-                    raise
-        finally:
-            _here.pieces = None
-        return pieces
-
-    def _give_up(self, graph: accelerator.Graph | None) -> None:
-        """End the capture of a function that has raised; capture_end may fail, for example after a synchronization."""
-        try:
-            if graph is not None:
-                graph.capture_end()
-        except RuntimeError:
-            self._recover()
-
-    def _recover(self) -> None:
-        """Reset torch's allocator and RNG state after a failed capture, which they take for active."""
-        index = self._device.index if self._device.index is not None else accelerator.current_device()
-        with contextlib.suppress(RuntimeError):
-            end_allocate_to_pool(index, self._pool)
-        empty = accelerator.Graph()
-        empty.capture_begin(capture_error_mode="thread_local")
-        empty.capture_end()
-
-    def release(self) -> None:
-        """Synchronize, then free the graphs and their pool."""
-        if self._graphs:
-            accelerator.synchronize(self._device)
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
 
 
 class _Again:
@@ -200,18 +76,6 @@ class CpuRecorder:
 
     def release(self) -> None:
         """No-op: tapes are freed with their captures."""
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Suspend cyclic garbage collection."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

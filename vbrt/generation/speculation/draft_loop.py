@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vbrt.generation.capture.mutation_watch import Watch
 from vbrt.generation.capture.session import NotNow
 from vbrt.generation.speculation.cache_refusals import cache_refusal, past_refusal
 from vbrt.generation.speculation.coarse_drafts import CoarsePlanes
@@ -39,6 +38,7 @@ from vbrt.generation.speculation.verification import (
 )
 from vbrt.generation.static.cache_kinds import NotRecordable
 from vbrt.libraries.transformers_api import cache_of, stop_keeping_past
+from vbrt.model.mutation_watch import Watch
 from vbrt.report.timeline import ROUND
 
 __all__ = ["EXACTNESS", "speculate"]

@@ -10,7 +10,6 @@ from typing import Any, Self
 import torch
 
 from vbrt.errors import ArgumentError
-from vbrt.generation.capture.mutation_watch import calls_others
 from vbrt.generation.speculation.call_drafters import AUTO, checked_names, drafters_for, named_by, split_arguments
 from vbrt.generation.speculation.coarse_drafts import CoarsePlanes
 from vbrt.generation.speculation.draft_length import MOST, Pace
@@ -24,6 +23,7 @@ from vbrt.layers import VBLayer
 from vbrt.libraries import transformers_api
 from vbrt.libraries.transformers_api import DRAFTS, cache_argument, cache_of
 from vbrt.model.attachment import Attachment
+from vbrt.model.mutation_watch import calls_others
 
 __all__ = ["Speculation", "generate"]
 

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vbrt.errors import TierError, VBError
-from vbrt.generation.capture.mutation_watch import Watch
 from vbrt.generation.speculation.bitwise_equivalence import comparisons
 from vbrt.generation.speculation.draft_length import Pace
 from vbrt.generation.speculation.pass_states import PassStates
@@ -33,6 +32,7 @@ from vbrt.host import accelerator
 from vbrt.host.logger import warn
 from vbrt.libraries.transformers_api import cache_of, with_cache
 from vbrt.model.attachment import Attachment
+from vbrt.model.mutation_watch import Watch
 from vbrt.report.speculation_counters import SpeculationCounts
 
 __all__ = [
