@@ -32,6 +32,7 @@ __all__ = [
     "CACHE_ARGUMENTS",
     "CHANGED_BY_STEPS",
     "CHECKPOINTS",
+    "CHECKPOINT_FUNCTION",
     "DRAFTS",
     "EXPERTS",
     "FEATURES",
@@ -47,6 +48,7 @@ __all__ = [
     "cache_kinds",
     "cache_of",
     "cached_directory",
+    "checkpointed_blocks",
     "checkpointing_name",
     "checkpointing_switch",
     "experts_function",
@@ -255,6 +257,19 @@ def checkpointing_name() -> str:
     """Name of that method in this version."""
     module = loaded(_NAME, "modeling_utils")
     return _SWITCHES[0] if hasattr(getattr(module, "PreTrainedModel", None), _SWITCHES[0]) else _SWITCHES[1]
+
+
+#: attribute of a block: the function that computes its activations again, with its forward and what that takes
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
+
+
+def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
+    """A model's blocks of which transformers checkpoints the activations, in training."""
+    kind = getattr(loaded(_NAME, "modeling_layers"), "GradientCheckpointingLayer", None)
+    if kind is None:
+        return []
+    found = (module for module in model.modules() if isinstance(module, kind))
+    return [block for block in found if block.gradient_checkpointing and block.training]
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from vbrt.model.machine_memory import release_host_memory
 from vbrt.model.parameter_methods import drop_methods, set_methods
 from vbrt.model.pass_hooks import PassEndHook, PassHook, move_rest_, pass_hook_of, remove_pass_hooks
 from vbrt.model.phase import BACKWARD, DECODE, inferred_phase, named_phase, phase_name, rows_of
+from vbrt.model.recorded_blocks import RecordedBlocks
 from vbrt.model.runtime import Runtime
 from vbrt.model.snapshot import layer_stats, own_phases, stack_fallbacks, tier_stats
 from vbrt.model.throughput import Work
@@ -133,6 +134,7 @@ class Attachment:
         work: throughput counters.
         timed: totals of the last timeline.
         activations: activation policy of the model's blocks.
+        recorded: graphs of the model's checkpointed blocks, in training.
         speculation: counters of `generate(speculate=...)`.
         follower: recorder of the decode steps of `generate`; None without one.
         watcher: monitor of the other ranks with parts of the weights; None without any.
@@ -164,6 +166,8 @@ class Attachment:
         self._head: nn.Module | None = None
         self.passes, self.replays, self.work = 0, 0, Work()
         self.activations = activations_of(model, terms.settings, runtime.stack.device)
+        graphs = runtime.stack.device.type == accelerator.TYPE and "graphs" not in accelerator.LACKS
+        self.recorded = RecordedBlocks(runtime.stack, captures=graphs and terms.settings.compute.captures)
         self.closed = False
         remove_pass_hooks(model)
         model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
@@ -269,6 +273,8 @@ class Attachment:
 
     def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a pass on the stack; phases, and so learned orders, are per model."""
+        if torch.is_grad_enabled():
+            self.recorded.begin(self.model)
         named = phase_name(self)
         phase = named or self._unnamed_phase(args, kwargs)
         if inferred_phase(args, kwargs) == DECODE:
@@ -336,7 +342,7 @@ class Attachment:
         fallbacks += self.hosting.fallbacks
         fallbacks += self.expert_cache.fallbacks + (self.missed.fallbacks if self.missed else [])
         fallbacks += [reason for cache in list(self.runtime.caches) for reason in cache.fallbacks]
-        fallbacks += self.speculation.reasons + self.activations.fallbacks + losses()
+        fallbacks += self.speculation.reasons + self.activations.fallbacks + self.recorded.reasons + losses()
         if self.head is not None:
             fallbacks += [f"head: {reason}" for reason in attached_to(self.head).plan.fallbacks]
         return Stats(
@@ -405,6 +411,7 @@ class Attachment:
         if self.head is not None:
             attached_to(self.head).close()
         self.activations.release_()
+        self.recorded.release()
         if self.follower is not None:
             self.follower.end()
         if self.watcher is not None:

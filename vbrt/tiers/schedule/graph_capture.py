@@ -97,9 +97,8 @@ class Recording:
         """True in the recording thread."""
         return self._thread == threading.get_ident()
 
-    def replay(self, graph: accelerator.Graph) -> bool:
-        """Replay the graph on the current stream, as one pass of the phase; False, with nothing run, once its pages
-        have moved: then capture the pass again."""
+    def holds(self) -> bool:
+        """True while no page of the recorded pass has moved, and the model is open."""
         stack = self._stack
         with stack.guard.lock:
             if stack.retired or stack.ledger.lost:
@@ -107,10 +106,15 @@ class Recording:
             if self._streamed is None and not self._ended and stack.ledger.changes != self._changes:
                 self._ended = "pages have moved since the recording"
             self._ended = self._ended or ("the model was closed" if stack.closed else "")
-            if self._ended:
-                return False
+            return not self._ended
+
+    def replay(self, graph: accelerator.Graph) -> bool:
+        """Replay the graph on the current stream, as one pass of the phase; False, with nothing run, once its pages
+        have moved: then capture the pass again."""
+        if not self.holds():
+            return False
         if self._streamed is not None:
             return self._streamed.replay(graph, self._phase)
-        stack.begin_pass(self._phase)
+        self._stack.begin_pass(self._phase)
         graph.replay()
         return True

@@ -1,0 +1,200 @@
+"""Checkpointed blocks as graphs: steps, losses and gradients are those of eager blocks, and what changes is noticed.
+
+On a CPU a stand-in for CUDA graphs runs the recorded function again, on the same static tensors.
+"""
+
+import copy
+import types
+
+import pytest
+import torch
+
+import vbrt
+from vbrt.model.recorded_blocks import Checkpoint, RecordedBlocks
+from vbrt.tiers.schedule import graph_capture
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+IDS = torch.arange(2, 26).reshape(2, 12)
+
+
+class Again:
+    """Runs what was recorded again, without its counts: a graph runs no Python."""
+
+    handles = ()
+
+    def __init__(self, device):
+        pass
+
+    def record(self, step, within):
+        step()
+        with within():
+            step()
+
+        def replay():
+            counts = [handle.forwards for handle in self.handles]
+            step()
+            for handle, forwards in zip(self.handles, counts, strict=True):
+                handle.forwards = forwards
+
+        return types.SimpleNamespace(replay=replay)
+
+    def release(self):
+        pass
+
+
+def llama(*, attention_dropout=0.0):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **SIZES, num_hidden_layers=3, vocab_size=64, tie_word_embeddings=False, attention_dropout=attention_dropout
+    )
+    return transformers.LlamaForCausalLM(config).bfloat16()
+
+
+def adapted(device="cpu", *, records=True, **kinds):
+    """A model with adapters, of which blocks are checkpointed; recorded by the stand-in, or eager."""
+    vb = vbrt.wrap(llama(**kinds).to(device), "fp4", weights={"min_parameters": 1}).materialize()
+    if device == "cpu":
+        recorder = type("Recorder", (Again,), {"handles": vb._attachment.registry.handles})
+        vb._attachment.recorded = RecordedBlocks(vb.stack, captures=records, recorder=recorder)
+    elif not records:
+        vb._attachment.recorded.release()
+    vb.gradient_checkpointing_enable()
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(vb, settings).train()
+    model.enable_input_require_grads()
+    return vb, model
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA graphs are taken for possible."""
+    monkeypatch.setattr(graph_capture, "refusal", lambda *given: None)
+
+
+def weights_of(model):
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def trained(model, steps, between=lambda step: None, ids=IDS):
+    """Losses of some steps."""
+    optimizer, losses = torch.optim.AdamW(weights_of(model).values(), 1e-2), []
+    for step in range(steps):
+        between(step)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def same(one, other):
+    others = weights_of(other)
+    return all(torch.equal(weight, others[name]) for name, weight in weights_of(one).items())
+
+
+def test_steps_are_those_of_eager_blocks(graphs):
+    (vb, recorded), (eager_vb, eager) = adapted(), adapted(records=False)
+    assert trained(recorded, 8) == trained(eager, 8) and same(recorded, eager)
+    assert vb._attachment.recorded.replays == 3 * (8 - 2) and not vb.stats().fallbacks
+    forwards = {name: layer.forwards for name, layer in vb.stats().layers.items()}
+    assert forwards == {name: layer.forwards for name, layer in eager_vb.stats().layers.items()}
+
+
+def test_gradients_accumulate_and_batches_of_other_lengths_have_recordings_of_their_own(graphs):
+    (vb, recorded), (_, eager) = adapted(), adapted(records=False)
+    for model in (recorded, eager):
+        for turn in range(10):
+            ids = IDS if turn % 2 else IDS[:, :7]
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert vb._attachment.recorded.replays == 3 * 2 * 3
+    others = weights_of(eager)
+    assert all(torch.equal(weight.grad, others[name].grad) for name, weight in weights_of(recorded).items())
+
+
+@pytest.mark.parametrize("change", ["scaling", "hook", "budget", "unmerged"])
+def test_what_changes_between_steps_is_followed(graphs, change):
+    def between(model, vb, step):
+        if step != 4:
+            return
+        layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+        if change == "scaling":
+            for layer in layers:
+                layer.scaling["default"] *= 3
+        elif change == "hook":
+            layers[0].register_forward_hook(lambda module, args, y: 2 * y)
+        elif change == "unmerged":
+            layers[0]._disable_adapters = True
+        else:
+            vb.stack.ledger.changes += 1
+
+    runs = [adapted(records=records) for records in (True, False)]
+    losses = [trained(model, 9, lambda step, m=model, v=vb: between(m, v, step)) for vb, model in runs]
+    assert losses[0] == losses[1] and same(runs[0][1], runs[1][1])
+    vb = runs[0][0]
+    # two steps of four are recorded before the change, and three of five after it
+    assert vb._attachment.recorded.replays == 3 * 2 + (2 if change == "hook" else 3) * 3
+    assert bool([why for why in vb.stats().fallbacks if "one has hooks" in why]) == (change == "hook")
+
+
+def test_random_numbers_keep_blocks_eager(graphs):
+    vb, model = adapted(attention_dropout=0.5)
+    trained(model, 5)
+    assert not vb._attachment.recorded.replays
+    assert "checkpointed blocks run from Python, as one draws random numbers" in vb.stats().fallbacks
+
+
+def test_moved_pages_between_forward_and_backward_are_computed_eagerly(graphs):
+    (vb, recorded), (_, eager) = adapted(), adapted(records=False)
+    trained(recorded, 4), trained(eager, 4)
+    for model in (recorded, eager):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        vb.stack.ledger.changes += 1
+        loss.backward()
+    others = weights_of(eager)
+    assert all(torch.equal(weight.grad, others[name].grad) for name, weight in weights_of(recorded).items())
+
+
+def test_wrong_results_are_not_believed(graphs):
+    (vb, model), (_, eager) = adapted(), adapted(records=False)
+    recorder = vb._attachment.recorded._new_recorder
+
+    class Late(recorder):
+        def record(self, step, within):
+            graph = super().record(step, within)
+            return types.SimpleNamespace(replay=lambda: (graph.replay(), self.spoil()))
+
+        def spoil(self):
+            for name, tensor in vb._attachment.recorded._memory._tensors.items():
+                tensor.mul_(1.5 if name[0][0] == "out" else 1)
+
+    vb._attachment.recorded._new_recorder = Late
+    assert trained(model, 4) == trained(eager, 4)
+    assert not vb._attachment.recorded.replays
+    assert any("other results than its eager" in why for why in vb.stats().fallbacks)
+
+
+def test_released_and_copied_blocks_have_their_own_function(graphs):
+    vb, model = adapted()
+    trained(model, 4)
+    name = "_gradient_checkpointing_func"
+    blocks = [module for module in model.modules() if isinstance(vars(module).get(name), Checkpoint)]
+    assert len(blocks) == 3
+    assert not isinstance(copy.deepcopy(getattr(blocks[0], name)), Checkpoint)
+    vb._attachment.recorded.release()
+    assert not any(isinstance(getattr(block, name), Checkpoint) for block in blocks)
+    assert trained(model, 1)
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_are_those_of_eager_blocks():
+    (vb, recorded), (_, eager) = adapted("cuda"), adapted("cuda", records=False)
+    ids = IDS.cuda()
+    one, other = trained(recorded, 8, ids=ids), trained(eager, 8, ids=ids)
+    assert one == pytest.approx(other, rel=2e-2)
+    assert vb._attachment.recorded.replays == 3 * 6 and not vb.stats().fallbacks

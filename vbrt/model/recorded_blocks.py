@@ -1,0 +1,472 @@
+"""Recorded blocks: checkpointed blocks of a model in training, replayed as CUDA graphs.
+
+    blocks = RecordedBlocks(stack, captures=True)
+    blocks.begin(model)        # at the begin of a pass with gradients: takes over the blocks' checkpoint functions
+    model(x).backward()        # from its third step on a block is two graphs: its forward; forward again, and backward
+    blocks.release()           # the blocks have their own checkpoint functions again
+
+What trains in few tokens is bound by the host, which launches each kernel of a block from Python three times a step.
+A block of which transformers checkpoints the activations (`gradient_checkpointing_enable`) has no state between its
+forward and its backward but its inputs, so both are recorded apart, in memory that all blocks share. A recording serves
+calls of the same shapes, dtypes, constants and autocast; gradients of adapters leave it as ever, through autograd.
+
+A block stays eager where its pages move, where it draws random numbers, has hooks, gets other arguments than tensors
+and constants, or where its graphs' results differ from eager ones, which are compared once. Recordings are dropped when
+an attribute of the model has changed between two passes (adapters that were added, scaled or switched), or a page has
+moved. Not seen: functions of Python modules that are replaced while a model trains.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from vbrt.errors import TierError
+from vbrt.kernels.observers import is_known_memory, is_watched
+from vbrt.layers import SwappedLayer
+from vbrt.layers.weights.linear_product import pass_precision
+from vbrt.layers.weights.state import Weight
+from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
+from vbrt.libraries.transformers_api import CHECKPOINT_FUNCTION, checkpointed_blocks
+from vbrt.model.mutation_watch import Watch
+from vbrt.tiers import Recording, TierStack
+from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded
+
+__all__ = ["Checkpoint", "RecordedBlocks"]
+
+_EAGER_CALLS = 2  # of a block, before it is recorded: kernels are compiled and tuned, pages have found their places
+_MOST, _MOST_KNOWN = 4, 64  # recordings of a block; kinds of calls whose number is known
+_CAPTURE = 2  # a recorder's second run of a function, behind a warm-up
+_DIFFERENCE = 1e-2  # of an eager result's norm: the order of a backward's sums may vary
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+Plain = Callable[..., Any]
+
+
+class GraphCapture(Protocol):
+    """Captures a function's launches; see `GraphRecorder`."""
+
+    def record(self, step: Callable[[], None], within: Callable[[], AbstractContextManager]) -> Recorded:
+        """Capture a function."""
+
+    def release(self) -> None:
+        """Free what captures hold."""
+
+
+class _Call(NamedTuple):
+    """A block's call, taken apart."""
+
+    function: functools.partial
+    tensors: tuple[Tensor, ...]
+    places: tuple[int, ...]  # of tensors among the leaves
+    leaves: tuple[Any, ...]
+    form: TreeSpec
+
+    @classmethod
+    def of(cls, function: Any, args: tuple) -> "_Call | None":
+        """A call of transformers' checkpointed function; None if it takes more than tensors and constants."""
+        if not isinstance(function, functools.partial):
+            return None
+        leaves, form = tree_flatten((args, function.keywords))
+        places = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
+            return None
+        return cls(function, tuple(leaves[at] for at in places), places, tuple(leaves), form)
+
+    @property
+    def key(self) -> Hashable:
+        """What a recording depends on, besides the block."""
+        told = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.tensors)
+        constants = tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in self.leaves)
+        return self.form, constants, told, _autocast(self.tensors[0].device.type), pass_precision()
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[list[Any], TreeSpec]:
+        """Call the block with other tensors; its results, and their form."""
+        leaves = list(self.leaves)
+        for at, tensor in zip(self.places, tensors, strict=True):
+            leaves[at] = tensor
+        args, keywords = tree_unflatten(leaves, self.form)
+        return tree_flatten(self.function.func(*self.function.args, *args, **keywords))
+
+
+class Checkpoint:
+    """Checkpoint function of a block: replays its recording, or calls the function whose place it has taken."""
+
+    def __init__(self, owner: "RecordedBlocks", block: nn.Module, plain: Plain) -> None:
+        self.plain = plain
+        self._owner, self._block = weakref.ref(owner), weakref.ref(block)
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        owner, block = self._owner(), self._block()
+        recorded = None if owner is None or block is None else owner.recorded(block, function, args)
+        return self.plain(function, *args) if recorded is None else recorded()
+
+    def __deepcopy__(self, memo: dict) -> Plain:
+        return self.plain
+
+    def __reduce__(self) -> Any:
+        return _same, (self.plain,)
+
+
+def _same(plain: Plain) -> Plain:
+    return plain
+
+
+class RecordedBlocks:
+    """Recordings of one model's checkpointed blocks.
+
+    Args:
+        captures: false: blocks stay eager.
+        recorder: makes what captures their launches.
+
+    Attributes:
+        replays: of blocks' forwards.
+        reasons: why blocks are eager.
+    """
+
+    def __init__(
+        self, stack: TierStack, *, captures: bool, recorder: Callable[[torch.device], GraphCapture] = GraphRecorder
+    ) -> None:
+        self._stack, self._captures, self._new_recorder = stack, captures, recorder
+        self._blocks: list[weakref.ref[nn.Module]] = []
+        self._known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Block | int]] = weakref.WeakKeyDictionary()
+        self._memory = _Memory()
+        self._recorder: GraphCapture | None = None
+        self._watch: Watch | None = None
+        self._reasons: dict[str, None] = {}
+        self.replays = 0
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why blocks are eager, for statistics."""
+        return [f"checkpointed blocks run from Python, as {reason}" for reason in self._reasons]
+
+    def begin(self, model: nn.Module) -> None:
+        """Take over the checkpoint functions of a model's blocks, at the begin of a pass with gradients."""
+        if not self._captures or torch.compiler.is_compiling():
+            return
+        if self._watch is not None and self._watch.sees_changes():
+            self._forget()
+        blocks = (
+            checkpointed_blocks(model) if self._watch is None else [block for ref in self._blocks if (block := ref())]
+        )
+        for block in blocks:
+            plain = vars(block).get(CHECKPOINT_FUNCTION)
+            if plain is not None and not isinstance(plain, Checkpoint):
+                setattr(block, CHECKPOINT_FUNCTION, Checkpoint(self, block, plain))
+        self._blocks = [weakref.ref(block) for block in blocks]
+        if blocks and self._watch is None:
+            self._watch = Watch(model)
+
+    def recorded(self, block: nn.Module, function: Any, args: tuple) -> Callable[[], Any] | None:
+        """Return a replay of a call; None where it is to run eagerly."""
+        if is_watched() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return None
+        call = _Call.of(function, args)
+        if call is None or not call.tensors or not all(map(is_known_memory, call.tensors)):
+            self._eager("one gets more than tensors and constants")
+            return None
+        known, key = self._known.setdefault(block, {}), call.key
+        if len(known) > _MOST_KNOWN:
+            known = self._known[block] = {key: found for key, found in known.items() if isinstance(found, _Block)}
+        found = known.get(key, 0)
+        if isinstance(found, int):
+            known[key] = found + 1
+            recordings = sum(isinstance(each, _Block) for each in known.values())
+            if found != _EAGER_CALLS or recordings >= _MOST:  # once refused, it stays eager
+                return None
+            try:
+                found = self._record(block, call)
+            except (RuntimeError, TierError) as error:  # a synchronization, too little memory: torch names it
+                found = None
+                self._eager(f"recording one failed: {str(error).splitlines()[0][:160]}")
+            if found is None:
+                return None
+            known[key] = found
+        if not found.holds():
+            self._forget()
+            self._known[block] = {key: 1}
+            return None
+        self.replays += 1
+        return functools.partial(found, call)
+
+    def _record(self, block: nn.Module, call: _Call) -> "_Block | None":
+        handles = [module.handle for module in block.modules() if isinstance(module, SwappedLayer)]
+        why = self._refusal(block, handles)
+        if why:
+            self._eager(why)
+            return None
+        if self._recorder is None:
+            self._recorder = self._new_recorder(self._stack.device)
+        recording = Recording(self._stack, "forward", [key for handle in handles for key in handle.keys])
+        found = _Block(block, call, self._memory, recording)
+        if why := found.capture(self._recorder, handles):
+            self._eager(why)
+            return None
+        return found
+
+    def _refusal(self, block: nn.Module, handles: Sequence[Any]) -> str:
+        """Return why a block cannot be recorded now; "" if it can."""
+        if not all(isinstance(handle, Weight) and not handle.spec.by_rows for handle in handles):
+            return "one has routed experts or tables in the tiers"
+        if any(self._stack.pages[key].home for handle in handles for key in handle.keys):
+            return "the pages of one move"
+        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in block.modules()):
+            return "one has hooks"
+        return ""
+
+    def _eager(self, why: str) -> None:
+        self._reasons[why] = None
+
+    def _forget(self) -> None:
+        """Drop all recordings."""
+        self._known.clear()
+        self._watch = None
+        self._memory.clear()
+        if self._recorder is not None:
+            self._recorder.release()
+            self._recorder = None
+
+    def release(self) -> None:
+        """Give blocks their own checkpoint functions back, and free all recordings. Idempotent."""
+        self._captures = False
+        self._forget()
+        for block in (ref() for ref in self._blocks):
+            taken = None if block is None else vars(block).get(CHECKPOINT_FUNCTION)
+            if isinstance(taken, Checkpoint):
+                setattr(block, CHECKPOINT_FUNCTION, taken.plain)
+        self._blocks = []
+
+
+class _Memory:
+    """Static tensors that all blocks' graphs read and write, by what they are for."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Hashable, Tensor] = {}
+        self._filled: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}
+
+    def like(self, name: Hashable, tensor: Tensor) -> Tensor:
+        """Return the tensor of a name with another's shape, strides and dtype."""
+        key = name, tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._tensors:
+            with torch.no_grad():
+                self._tensors[key] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+        return self._tensors[key]
+
+    def fill(self, name: Hashable, target: Tensor, source: Tensor) -> None:
+        """Copy a tensor, unless it was the last that was copied there, and has not changed since."""
+        key = name, target.data_ptr()
+        last = self._filled.get(key)
+        if last is None or last[0]() is not source or last[1] != source._version:
+            target.copy_(source.detach())
+            self._filled[key] = weakref.ref(source), source._version
+
+    def clear(self) -> None:
+        """Free all tensors."""
+        self._tensors.clear()
+        self._filled.clear()
+
+
+class _Block:
+    """Two graphs of one block, for calls of one kind: its forward; and the forward again with the backward."""
+
+    def __init__(self, block: nn.Module, call: _Call, memory: _Memory, recording: Recording) -> None:
+        self.parameters = [p for p in block.parameters() if p.requires_grad and is_known_memory(p)]
+        self._memory, self._recording, self._call = memory, recording, call
+        self._autocast = _autocast(call.tensors[0].device.type)
+        self._device = call.tensors[0].device
+        self._inputs = [memory.like(("in", at), tensor) for at, tensor in enumerate(call.tensors)]
+        self._wanting = [at for at, tensor in enumerate(call.tensors) if tensor.requires_grad]
+        self._outputs: list[Tensor] = []
+        self._incoming: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+        self._added: list[tuple[Any, int, int]] = []  # handle, its forwards in the forward, in the backward
+        self._checkpointed: tuple[list[Tensor], Sequence[Tensor]] | None = None
+        self.form: TreeSpec | None = None
+
+    # -- capture ------------------------------------------------------------------------------------------------------
+
+    def capture(self, recorder: GraphCapture, handles: Sequence[Any]) -> str:
+        """Run the block eagerly, record it, and compare; return why it cannot be recorded, "" if it is."""
+        before, counted = _random_state(self._device), [handle.forwards for handle in handles]
+        outputs, gradients, why = self._run(self._call.tensors)
+        if why:
+            return why
+        if not torch.equal(before, _random_state(self._device)):
+            return "one draws random numbers"
+        self._outputs = [self._memory.like(("out", at), each) for at, each in enumerate(outputs)]
+        self._incoming = [self._memory.like(("dy", at), each) for at, each in enumerate(outputs)]
+        self._gradients = [None if each is None else torch.empty_like(each) for each in gradients]
+        for at in range(len(self._wanting)):  # of inputs: shared by all blocks, as they are handed on at once
+            if gradients[at] is not None:
+                self._gradients[at] = self._memory.like(("dx", at), gradients[at])
+        self._load(self._call.tensors)
+        for each in self._incoming:
+            each.fill_(1.0)
+        eager = [handle.forwards for handle in handles]
+        with self._recording:
+            self._forward = recorder.record(self._forward_again, nullcontext)
+        between = [handle.forwards for handle in handles]
+        captured, runs = self._checkpointed, itertools.count(1)
+        with self._recording:  # a warm-up, which needs a forward of its own; then the backward of the captured one
+            self._backward = recorder.record(
+                lambda: self._backward_again(captured if next(runs) == _CAPTURE else None), nullcontext
+            )
+        self._checkpointed = None
+        for handle, begin, middle, forwards in zip(handles, eager, between, counted, strict=True):
+            once = (middle - begin) // 2  # a warm-up, and the capture
+            self._added.append((handle, once, (handle.forwards - middle - once) // 2))
+            handle.forwards = forwards
+        self._forward.replay()
+        self._backward.replay()
+        pairs = [*zip(outputs, self._outputs, strict=True), *zip(gradients, self._gradients, strict=True)]
+        if not all(_alike(want, got) for want, got in pairs):
+            return "the graphs of one gave other results than its eager forward and backward"
+        self._call = self._call._replace(tensors=(), leaves=tuple(map(_without_memory, self._call.leaves)))
+        return ""
+
+    def _run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None], str]:
+        """Forward and backward of a gradient of ones; the results, the gradients, or why there can be none."""
+        inputs = self._leaves(tensors)
+        with torch.enable_grad(), self._as_called():
+            outputs, self.form = self._call.run(inputs)
+            if not all(
+                isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad for each in outputs
+            ):
+                return [], [], "one returns more than tensors with gradients"
+            ones = [torch.ones_like(each) for each in outputs]
+            return outputs, self._gradients_of(outputs, inputs, ones), ""
+
+    def _forward_again(self) -> None:
+        inputs = self._leaves(self._inputs)
+        with torch.enable_grad(), self._as_called():
+            outputs = checkpoint(
+                lambda *given: tuple(self._call.run(given)[0]), *inputs, use_reentrant=False, preserve_rng_state=False
+            )
+        for kept, each in zip(self._outputs, outputs, strict=True):
+            kept.copy_(each.detach())
+        self._checkpointed = inputs, outputs
+
+    def _backward_again(self, captured: tuple[list[Tensor], Sequence[Tensor]] | None) -> None:
+        """The forward again, as far as the backward needs it, and the backward."""
+        if captured is None:
+            self._forward_again()
+            captured = self._checkpointed
+        inputs, outputs = captured
+        gradients = self._gradients_of(outputs, inputs, self._incoming)
+        for kept, each in zip(self._gradients, gradients, strict=True):
+            if kept is not None:
+                kept.copy_(each)
+
+    def _gradients_of(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        create_graph: bool = False,
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs that want one, then of the parameters."""
+        asked = [inputs[at] for at in self._wanting] + self.parameters
+        with torch.autograd.set_multithreading_enabled(False):  # leases belong to the thread that records
+            return list(torch.autograd.grad(outputs, asked, incoming, allow_unused=True, create_graph=create_graph))
+
+    def _leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [each.detach().requires_grad_(at in self._wanting) for at, each in enumerate(tensors)]
+
+    @contextmanager
+    def _as_called(self) -> Iterator[None]:
+        enabled, dtype = self._autocast
+        with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+            yield
+
+    # -- replay -------------------------------------------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        """True while the graphs may be replayed."""
+        return self._recording.holds()
+
+    def __call__(self, call: _Call) -> Any:
+        """The block's results, whose gradients come from the recorded backward."""
+        outputs = _Replayed.apply(self, call, *call.tensors, *self.parameters)
+        return tree_unflatten(list(outputs), self.form)
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay the forward."""
+        self._load(tensors)
+        self._forward.replay()
+        for handle, forwards, _ in self._added:
+            handle.forwards += forwards
+        return tuple(each.clone() for each in self._outputs)
+
+    def backward(self, call: _Call, tensors: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the inputs that want one, then of the parameters: replayed, or eagerly once pages have moved."""
+        twice = torch.is_grad_enabled()  # create_graph
+        if twice or not self.holds():
+            inputs = list(tensors) if twice else self._leaves(tensors)
+            with torch.enable_grad(), self._as_called():
+                outputs, _ = call.run(inputs)
+                return self._gradients_of(outputs, inputs, incoming, create_graph=twice)
+        self._load(tensors)
+        for target, each in zip(self._incoming, incoming, strict=True):
+            target.copy_(each)
+        self._backward.replay()
+        for handle, _, again in self._added:
+            handle.forwards += again
+        return [None if each is None else each.clone() for each in self._gradients]
+
+    def _load(self, tensors: Sequence[Tensor]) -> None:
+        for at, (target, source) in enumerate(zip(self._inputs, tensors, strict=True)):
+            self._memory.fill(("in", at), target, source)
+
+    @property
+    def wanting(self) -> Sequence[int]:
+        """Which tensors of a call want a gradient."""
+        return self._wanting
+
+
+class _Replayed(Function):
+    """Replay of a block: keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, block: _Block, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = tensors[: len(call.tensors)]
+        leaves = tuple(map(_without_memory, call.leaves))  # autograd holds the inputs, and frees them
+        ctx.block, ctx.call, ctx.inputs = block, call._replace(tensors=(), leaves=leaves), len(inputs)
+        ctx.save_for_backward(*inputs)
+        return block.forward(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.block.backward(ctx.call, ctx.saved_tensors, incoming)
+        of_inputs = dict(zip(ctx.block.wanting, gradients, strict=False))
+        rest = gradients[len(ctx.block.wanting) :]
+        return None, None, *(of_inputs.get(at) for at in range(ctx.inputs)), *rest
+
+
+def _without_memory(leaf: Any) -> Any:
+    return None if isinstance(leaf, Tensor) else leaf
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _alike(want: Tensor | None, got: Tensor | None) -> bool:
+    if want is None or got is None:
+        return want is got
+    want, got = want.detach().float(), got.float()
+    return bool((want - got).norm() <= _DIFFERENCE * want.norm() + 1e-12)
