@@ -192,6 +192,23 @@ def test_released_and_copied_blocks_have_their_own_function(graphs):
 
 
 @pytest.mark.gpu
+def test_a_block_that_waits_for_the_gpu_stays_eager_and_the_process_usable():
+    vb, model = adapted("cuda")
+    attention = vb.module.model.layers[1].self_attn
+    plain = attention.forward
+
+    def waits(*args, **kwargs):
+        outputs = plain(*args, **kwargs)
+        outputs[0].sum().item()
+        return outputs
+
+    attention.forward = waits
+    assert len(trained(model, 5, ids=IDS.cuda())) == 5
+    assert any("recording one failed" in why for why in vb.stats().fallbacks)
+    assert torch.randn(4, device="cuda").isfinite().all() and vb._attachment.recorded.replays == 2 * 3
+
+
+@pytest.mark.gpu
 def test_steps_on_a_gpu_are_those_of_eager_blocks():
     (vb, recorded), (_, eager) = adapted("cuda"), adapted("cuda", records=False)
     ids = IDS.cuda()

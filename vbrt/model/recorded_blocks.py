@@ -280,6 +280,7 @@ class _Block:
     """Two graphs of one block, for calls of one kind: its forward; and the forward again with the backward."""
 
     def __init__(self, block: nn.Module, call: _Call, memory: _Memory, recording: Recording) -> None:
+        self._block = weakref.ref(block)
         self.parameters = [p for p in block.parameters() if p.requires_grad and is_known_memory(p)]
         self._memory, self._recording, self._call = memory, recording, call
         self._autocast = _autocast(call.tensors[0].device.type)
@@ -290,7 +291,7 @@ class _Block:
         self._incoming: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
         self._added: list[tuple[Any, int, int]] = []  # handle, its forwards in the forward, in the backward
-        self._checkpointed: tuple[list[Tensor], Sequence[Tensor]] | None = None
+        self._checkpointed: tuple[list[Tensor], Sequence[Tensor]] | None = None  # what gets gradients, results
         self.form: TreeSpec | None = None
 
     # -- capture ------------------------------------------------------------------------------------------------------
@@ -344,41 +345,50 @@ class _Block:
             ):
                 return [], [], "one returns more than tensors with gradients"
             ones = [torch.ones_like(each) for each in outputs]
-            return outputs, self._gradients_of(outputs, inputs, ones), ""
+            return outputs, _gradients_of(outputs, self._asked(inputs), ones), ""
 
     def _forward_again(self) -> None:
         inputs = self._leaves(self._inputs)
-        with torch.enable_grad(), self._as_called():
+        with torch.enable_grad(), self._as_called(), self._own_parameters() as parameters:
             outputs = checkpoint(
                 lambda *given: tuple(self._call.run(given)[0]), *inputs, use_reentrant=False, preserve_rng_state=False
             )
         for kept, each in zip(self._outputs, outputs, strict=True):
             kept.copy_(each.detach())
-        self._checkpointed = inputs, outputs
+        self._checkpointed = [*(inputs[at] for at in self._wanting), *parameters], outputs
 
     def _backward_again(self, captured: tuple[list[Tensor], Sequence[Tensor]] | None) -> None:
         """The forward again, as far as the backward needs it, and the backward."""
         if captured is None:
             self._forward_again()
             captured = self._checkpointed
-        inputs, outputs = captured
-        gradients = self._gradients_of(outputs, inputs, self._incoming)
+        asked, outputs = captured
+        gradients = _gradients_of(outputs, asked, self._incoming)
         for kept, each in zip(self._gradients, gradients, strict=True):
             if kept is not None:
                 kept.copy_(each)
 
-    def _gradients_of(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        create_graph: bool = False,
-    ) -> list[Tensor | None]:
-        """Gradients of the inputs that want one, then of the parameters."""
-        asked = [inputs[at] for at in self._wanting] + self.parameters
-        with torch.autograd.set_multithreading_enabled(False):  # leases belong to the thread that records
-            return list(torch.autograd.grad(outputs, asked, incoming, allow_unused=True, create_graph=create_graph))
+    def _asked(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What gets gradients: the inputs that want one, then the parameters."""
+        return [*(inputs[at] for at in self._wanting), *self.parameters]
+
+    @contextmanager
+    def _own_parameters(self) -> Iterator[list[Tensor]]:
+        """Have the block compute with other tensors over its parameters' memory: autograd sums the gradients of the
+        parameters themselves on the stream of their first use, which a capture must not wait for."""
+        own = {id(parameter): parameter.detach().requires_grad_() for parameter in self.parameters}
+        held = [(m._parameters, name, p) for m in self._modules() for name, p in m._parameters.items() if id(p) in own]
+        try:
+            for parameters, name, parameter in held:
+                parameters[name] = own[id(parameter)]
+            yield list(own.values())
+        finally:
+            for parameters, name, parameter in held:
+                parameters[name] = parameter
+
+    def _modules(self) -> list[nn.Module]:
+        block = self._block()
+        return [] if block is None else list(block.modules())
 
     def _leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [each.detach().requires_grad_(at in self._wanting) for at, each in enumerate(tensors)]
@@ -415,7 +425,7 @@ class _Block:
             inputs = list(tensors) if twice else self._leaves(tensors)
             with torch.enable_grad(), self._as_called():
                 outputs, _ = call.run(inputs)
-                return self._gradients_of(outputs, inputs, incoming, create_graph=twice)
+                return _gradients_of(outputs, self._asked(inputs), incoming, create_graph=twice)
         self._load(tensors)
         for target, each in zip(self._incoming, incoming, strict=True):
             target.copy_(each)
@@ -451,6 +461,13 @@ class _Replayed(Function):
         of_inputs = dict(zip(ctx.block.wanting, gradients, strict=False))
         rest = gradients[len(ctx.block.wanting) :]
         return None, None, *(of_inputs.get(at) for at in range(ctx.inputs)), *rest
+
+
+def _gradients_of(
+    outputs: Sequence[Tensor], asked: Sequence[Tensor], incoming: Sequence[Tensor], *, create_graph: bool = False
+) -> list[Tensor | None]:
+    with torch.autograd.set_multithreading_enabled(False):  # leases belong to the thread that records
+        return list(torch.autograd.grad(outputs, asked, incoming, allow_unused=True, create_graph=create_graph))
 
 
 def _without_memory(leaf: Any) -> Any:

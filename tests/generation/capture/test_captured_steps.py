@@ -16,10 +16,10 @@ from tests import models
 from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
 from vbrt.generation.capture.captured_step import Counted
-from vbrt.model.mutation_watch import calls_others
 from vbrt.generation.capture.session import CHANGED
 from vbrt.generation.static.static_cache import Room, leave
 from vbrt.kernels.operator_trace import recorder
+from vbrt.model.mutation_watch import calls_others
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:vbrt.wrap"), pytest.mark.usefixtures("tapes")]

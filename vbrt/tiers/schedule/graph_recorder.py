@@ -137,6 +137,7 @@ class GraphRecorder:
         empty = accelerator.Graph()
         empty.capture_begin(capture_error_mode="thread_local")
         empty.capture_end()
+        _renew(torch.get_device_module(self._device).default_generators[index], self._device)
 
     def release(self) -> None:
         """Synchronize, then free the graphs and their pool."""
@@ -145,6 +146,16 @@ class GraphRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+def _renew(generator: torch.Generator, device: torch.device) -> None:
+    """Have a device's generator draw outside of captures again, with the numbers that it would have drawn."""
+    state = generator.get_state()
+    try:
+        torch.empty(1, dtype=torch.float32, device=device).uniform_()
+        generator.set_state(state)
+    except RuntimeError:  # it takes the failed capture for active still
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextlib.contextmanager
