@@ -30,8 +30,8 @@ from scripts.smollm2 import FILES, gguf_file
 __all__ = ["RESULT", "section"]
 
 RESULT = ROOT / "benchmarks" / "results" / "accuracy-smollm2-cpu.json"
-FORMATS = ("mxint8", "nvfp4", "mxfp4", "nf4", "quantile")
-CALIBRATED = ("nvfp4", "nf4")
+FORMATS = ("mxint8", "nvfp4", "mxfp4", "nf4", "quantile", "t3")
+CALIBRATED = ("nvfp4", "nf4", "t3")
 BUDGETS = (5, 6)  # bits a weight of `choose_precision`
 KEYS = (8, 4)  # bits of keys and values in a KVCache
 _PAGE = 32  # tokens of a KVCache's page, and of a pass that reads it

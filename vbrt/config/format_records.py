@@ -53,7 +53,15 @@ _ORDERED_KINDS = ("levels", "symmetric", "zeros", "bytes", "zerobytes")
 #: reserved values of `weights.format` and `weights.formats`
 _RESERVED = ("auto", "exact")
 #: fields that select code of this package, with their value in formats of other packages
-_OWN_CODE = {"kernels": None, "offsets": None, "fitted": False, "lossless": False, "published": False, "base": ""}
+_OWN_CODE = {
+    "kernels": None,
+    "offsets": None,
+    "fitted": False,
+    "lossless": False,
+    "published": False,
+    "base": "",
+    "rows": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,7 @@ class FormatRecord:
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights in it are read from published checkpoints only: a config cannot name it.
         base: the format of its columns as they are stored, in another order; "": they are in the weight's.
+        rows: rows that share codes: more than one cannot be decoded row by row, nor cut between ranks.
         noise: relative RMS error on normally distributed weights; 0 for published formats: nothing is rounded.
     """
 
@@ -90,6 +99,7 @@ class FormatRecord:
     lossless: bool = False
     published: bool = False
     base: str = ""
+    rows: int = 1
     noise: float = 0.0
 
 
@@ -111,6 +121,7 @@ FORMATS: dict[str, FormatRecord] = {
         FormatRecord(
             "mxint8", "vbrt.formats.mxint8:MXINT8", block=32, scales="e8m0", bits=8, kernels="int8", noise=0.008
         ),
+        FormatRecord("t3", "vbrt.formats.t3:T3", block=64, scales="ue4m4", bits=3, rows=16, noise=0.139),
         FormatRecord("dense", "vbrt.formats.dense:Dense", block=1, lossless=True),
         *(
             FormatRecord(

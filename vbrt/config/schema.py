@@ -192,7 +192,8 @@ class WeightsConfig(Section):
             already = f'format "{values["format"]}" is already exact'
             raise wrong(f"{where}.fine", "exact", f'{already}: set fine = "none", or choose a 4-bit format')
         if values["fine"] == "exact" and not _has_fine_plane(values["format"]):
-            expected = f'the codes of "{values["format"]}" have 8 bits, and a fine plane refines 4: choose a 4-bit one'
+            codes = f'the codes of "{values["format"]}" have {FORMATS[values["format"]].bits} bits'
+            expected = f"{codes}, and a fine plane refines 4: choose a 4-bit one"
             raise wrong(f"{where}.fine", "exact", expected)
 
     @classmethod

@@ -29,8 +29,10 @@ __all__ = [
     "Frame",
     "Range",
     "decode_blocks",
+    "near_ue4m4",
     "power_of_two_scale",
     "quad_table",
+    "ue4m4_values",
     "unpack_codes",
     "whole_blocks",
 ]
@@ -262,8 +264,7 @@ class UE4M4Format(TensorScaled):
     _EXPONENT = 127 - 7
 
     def _near_byte(self, scale_B: Tensor) -> Tensor:
-        # the byte is a bit field of the fp32 pattern, so adding half a step rounds
-        return ((scale_B.view(torch.int32) + (1 << 18)) >> 19) - (self._EXPONENT << 4)
+        return near_ue4m4(scale_B)
 
     def byte_values(self, device: torch.device) -> Tensor:
         """See `BlockFormat.byte_values`."""
@@ -343,6 +344,12 @@ def _block_amax(x_RK: Tensor, block: int) -> Tensor:
     if not x_RK.is_cpu:
         return x_RK.abs().view(len(x_RK), -1, block).amax(-1)
     return F.max_pool1d(x_RK.abs(), block, block)  # four times as fast as amax over a short last dimension
+
+
+def near_ue4m4(scale: Tensor) -> Tensor:
+    """int32 byte of `UE4M4Format` whose value is nearest to each positive fp32 scale, not limited to 0..255."""
+    # the byte is a bit field of the fp32 pattern, so adding half a step rounds
+    return ((scale.view(torch.int32) + (1 << 18)) >> 19) - (UE4M4Format._EXPONENT << 4)
 
 
 @lru_cache(maxsize=8)

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vbrt.formats.block_formats import BlockFormat
+from vbrt.formats.format import Format
 from vbrt.formats.rounding import Grid
 
-__all__ = ["GROUP", "Inputs", "compensated", "moments_of"]
+__all__ = ["GROUP", "Inputs", "compensated", "group_factors", "moments_of"]
 
 GROUP = 256
 #: damping, times the mean diagonal: with few tokens, correlations are unreliable
@@ -52,7 +53,7 @@ def moments_of(x_TK: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], moments_GCC: Tensor) -> dict[str, Tensor]:
+def compensated(format: Format, w_NK: Tensor, coarse: dict[str, Tensor], moments_GCC: Tensor) -> dict[str, Tensor]:
     """Return a coarse plane with the scales of another and less error of the layer's output.
 
     Args:
@@ -60,6 +61,8 @@ def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], mo
         moments_GCC: from `moments_of`, summed over the layer's inputs, in any unit.
     """
     moments_GCC = moments_GCC.to(w_NK.device)
+    if format.with_feedback is not None:
+        return format.with_feedback(w_NK, coarse, moments_GCC)
     moments_GCC = moments_GCC / moments_GCC.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30).view(-1, 1, 1)
     turns = _Turns(moments_GCC, format._grid(coarse), format)
     scale_NB, rows = format._scales(coarse), max(1, _WEIGHTS["cpu" if w_NK.is_cpu else "gpu"] // w_NK.shape[1])
@@ -68,14 +71,19 @@ def compensated(format: BlockFormat, w_NK: Tensor, coarse: dict[str, Tensor], mo
         return {**coarse, "codes": torch.cat([turns.codes(w_RK, scale_RB) for w_RK, scale_RB in parts])}
 
 
+def group_factors(moments_GCC: Tensor) -> Tensor:
+    """Upper Cholesky factors of the inverses of damped moments, whose diagonals have a mean of 1: fp64 [G, C, C]."""
+    eye = torch.eye(moments_GCC.shape[1], dtype=torch.float64, device=moments_GCC.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments_GCC.double() + _DAMPING * eye))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
 class _Turns:
     """Rounds the columns of each group in order, with damped moments."""
 
     def __init__(self, moments_GCC: Tensor, grid: Grid, format: BlockFormat) -> None:
         self._moments, self._grid, self._format = moments_GCC, grid, format
-        eye = torch.eye(moments_GCC.shape[1], dtype=torch.float64, device=moments_GCC.device)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments_GCC.double() + _DAMPING * eye))
-        upper = torch.linalg.cholesky(inverse, upper=True)
+        upper = group_factors(moments_GCC)
         self._factors = (upper / upper.diagonal(dim1=1, dim2=2).unsqueeze(2)).float()
 
     def codes(self, w_NK: Tensor, scale_NB: Tensor) -> Tensor:

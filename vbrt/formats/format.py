@@ -4,7 +4,7 @@ Legend: N rows (outputs), K columns (inputs), Kp = K padded to the block, B bloc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,9 +75,12 @@ class Format(ABC):
 
     Attributes:
         code_dtype: of the field "codes", if it has one.
+        with_feedback: `error_feedback.compensated` of a format whose codes are not chosen one by one: (w_NK, coarse,
+            moments) to coarse; None: column by column.
     """
 
     code_dtype = "uint8"
+    with_feedback: Callable[[Tensor, dict[str, Tensor], Tensor], dict[str, Tensor]] | None = None
 
     def __init__(self, record: FormatRecord) -> None:
         self.record = record

@@ -14,6 +14,7 @@ from vbrt.kernels.cpu import int8 as cpu_int8
 from vbrt.kernels.cpu import linear as cpu_linear
 from vbrt.kernels.cpu import small_batch_linear
 from vbrt.kernels.cpu import split as cpu_split
+from vbrt.kernels.cpu import trellis as cpu_trellis
 from vbrt.kernels.cpu import update as cpu_update
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
@@ -74,6 +75,7 @@ KERNELS = (
     _reference("codec", run=reference.codec),
     _compiled("codec", run=reference.codec),
     _compiled("codec", run=cpu_encode.codec, formats=cpu_encode.FORMATS, rank=1),
+    _compiled("codec", run=cpu_trellis.codec, formats=cpu_trellis.FORMATS, rank=1),
     _triton("codec", run=reference.codec),
     _reference("split_fine", run=split_fine),
     _compiled("split_fine", run=cpu_split.split, rank=1),
@@ -81,6 +83,7 @@ KERNELS = (
     _reference("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=cpu_encode.encode_many, formats=cpu_encode.FORMATS, rank=1),
+    _compiled("encode_many", run=cpu_trellis.encode_many, formats=cpu_trellis.FORMATS, rank=1),
     _triton("encode_many", run=reference.encode_many),
     _tiled("encode_many", run=e2m1_encode.encode_many),
     _reference("decode_weight", run=reference.decode_weight),

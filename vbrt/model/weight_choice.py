@@ -221,7 +221,8 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
         return _why_no_parameter(module, held[1])
     if type(weight) is not nn.Parameter and not (is_sharded(weight) and kind.splits):
         return f"its {held[1]} is a {type(weight).__name__}, not a plain Parameter"
-    weight, why_whole = local_of(weight), _why_not_in_parts(weight, survey.config)
+    why_whole = _why_not_by_rows(held, weight, survey)
+    weight, why_whole = local_of(weight), why_whole or _why_not_in_parts(weight, survey.config)
     return (
         why_whole
         or _unwanted(held[0], survey.config)
@@ -229,6 +230,16 @@ def _refusal(held: Held, module: nn.Module, survey: _Survey) -> str | None:
         or _why_kept_module(module)
         or _why_kept_weight(held, weight, survey)
     )
+
+
+def _why_not_by_rows(held: Held, weight: nn.Parameter, survey: _Survey) -> str | None:
+    """Return why a weight whose rows are used one by one, or that is split, stays dense in a format of joint rows."""
+    format, _ = survey.config.weights.held_as(*_names(survey.sites(held)))
+    rows, by_rows = FORMATS[format].rows, kind_of(survey.modules[held[0]]).by_rows
+    if rows == 1 or not (by_rows or is_sharded(weight)):
+        return None
+    how = "its rows are looked up one by one" if by_rows else "it is split over ranks"
+    return f"{how}, and {format} codes {rows} rows together: weights.formats can hold it in another format"
 
 
 def _why_not_in_parts(weight: nn.Parameter, config: VBConfig) -> str | None:

@@ -134,7 +134,8 @@ def _parameter(model: nn.Module, site: WeightSite) -> nn.Parameter:
 def rounded_weight(weight: Tensor, site: WeightSite, format: str, inputs: Inputs | None = None) -> Tensor:
     """Return a site's weight, in the module's layout, after a round trip through a format; `inputs` as in
     `Swap.inputs`. Raises FormatError: it holds NaN or Inf."""
-    codec, result = get_format(format), torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    codec = resolve("codec", "auto", weight.device, format).run(get_format(format))
+    result = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     encode = resolve("encode_many", "auto", weight.device, format).run
     matrices, results = (w.detach().reshape(site.matrices, *site.matrix_shape) for w in (weight, result))
     squares = None if inputs is None else inputs.squares.to(weight.device)

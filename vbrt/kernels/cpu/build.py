@@ -406,6 +406,13 @@ def _declare_tiles(library: ctypes.CDLL) -> None:
     library.vbrt_rows_of_tiles.restype = None
 
 
+def _declare_trellis(library: ctypes.CDLL) -> None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.vbrt_trellis.argtypes = (pointer, number, pointer, ctypes.c_int, pointer, pointer, ctypes.c_int)
+    library.vbrt_trellis.restype = None
+    library.vbrt_trellis_scratch.restype = number
+
+
 _DECLARE = {
     "encode": _declare_encode,
     "linear": _declare_linear,
@@ -414,6 +421,7 @@ _DECLARE = {
     "reading": _declare_reading,
     "step": _declare_step,
     "tiles": _declare_tiles,
+    "trellis": _declare_trellis,
     "update": _declare_update,
 }
 
