@@ -2,18 +2,20 @@
 
     python scripts/table_sweep.py --out benchmarks/results
     python scripts/table_sweep.py --formats superblock32 --shapes 4096x14336,14336x4096 --tokens 1,16 --launches 1x4,2x8
+    python scripts/table_sweep.py --formats t3 --shapes 4096x14336,8192x28672 --tokens 1,16 --launches 1x4,1x8,1x16
 
-A row has the microseconds of a call, TB/s of the coarse plane, that rate relative to nvfp4's kernel in the same turns
-(beyond 32 tokens: bf16's microseconds over those of the call), and the relative error against float64 on decoded
-weights. "own" is the launch that vbrt takes. A launch that does not compile, or whose error exceeds 5e-3, is a row with
-the reason instead of a time. One GPU, no other work on it. With --out, rows go into published-<gpu>.json, of which a
-table of docs/measurements.md is made.
+A row has the microseconds of a call, TB/s of the coarse plane, that rate and the time relative to nvfp4's kernel in the
+same turns (beyond 32 tokens: bf16's microseconds over those of the call), the relative error against float64 on decoded
+weights, and the seconds that its weight took to encode. "own" is the launch that vbrt takes. A launch that does not
+compile, or whose error exceeds 5e-3, is a row with the reason instead of a time. One GPU, no other work on it. With
+--out, rows go into published-<gpu>.json, of which a table of docs/measurements.md is made.
 """
 
 import argparse
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +38,7 @@ from vbrt.kernels import resolve
 from vbrt.kernels.cuda import tuned_configs
 from vbrt.kernels.cuda.launch_table import Launch
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.trellis import linear as trellis_linear
 
 #: format -> whose codes it has
 FORMATS = {
@@ -52,6 +55,7 @@ FORMATS = {
     "floatbytes128-float32": "FP8",
 }
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096))  # (K, N)
+_LAUNCHED = (*table_linear.SERVED, *trellis_linear.FORMATS)  # whose launches can be chosen; t3 has one row tile
 ROW_TILES, WARPS = (1, 2, 4), (4, 8, 16)
 _MOST_ERROR = 5e-3
 _COPIES = 5  # of a weight, to exceed the cache together
@@ -61,6 +65,9 @@ def call(launch: tuple[int, int] | None, x: Tensor, planes: WeightPlanes) -> Ten
     """The product by a launch (row tiles, warps), or by vbrt's own."""
     if launch is None:
         return resolve("linear", "auto", CUDA, planes.format).run(x, planes)
+    if planes.format in trellis_linear.FORMATS:
+        with mock.patch.object(trellis_linear, "LAUNCH", Launch(*launch, True)):
+            return trellis_linear.linear(x, planes)
     with mock.patch.object(tuned_configs, "found", lambda *_: Launch(*launch, True)):
         return table_linear.linear(x, planes)
 
@@ -74,6 +81,10 @@ def copies_of(format: str, weight: Tensor) -> list[WeightPlanes]:
 def rows(format: str, k: int, n: int, tokens: int, launches: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
     """A row per launch: its time, or why it has none."""
     weight, x = torch.randn(n, k, device=CUDA, dtype=BF16) * 0.02, torch.randn(tokens, k, device=CUDA, dtype=BF16)
+    weight[-1, -1].item()  # waits for the GPU
+    start = time.perf_counter()
+    planes_of(format, weight).coarse["codes"].view(-1)[-1].item()
+    encode_s = time.perf_counter() - start
     planes = copies_of(format, weight)
     if tokens <= table_linear.FUSED_TOKENS:
         beside, linear = "nvfp4", resolve("linear", "auto", CUDA, "nvfp4").run
@@ -99,6 +110,7 @@ def rows(format: str, k: int, n: int, tokens: int, launches: Sequence[tuple[int,
         tb_s = _nbytes(planes[0]) / us / 1e6
         share = tb_s / base_tb_s if beside == "nvfp4" else base_us / us
         rates = {"us": round(us, 2), "tb_s": round(tb_s, 3), f"of_{beside}": round(share, 3)}
+        rates |= {"times_faster": round(base_us / us, 3), "encode_s": round(encode_s, 2)}
         yield head | {"launch": name, **rates, "relative_error": found}
 
 
@@ -111,10 +123,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def formats(text: str) -> tuple[str, ...]:
-        if unknown := set(text.split(",")) - set(FORMATS) - set(table_linear.SERVED):
-            raise argparse.ArgumentTypeError(
-                f"{sorted(unknown)}; expected some of {', '.join({*FORMATS, *table_linear.SERVED})}"
-            )
+        if unknown := set(text.split(",")) - {*FORMATS, *_LAUNCHED}:
+            raise argparse.ArgumentTypeError(f"{sorted(unknown)}; expected some of {', '.join({*FORMATS, *_LAUNCHED})}")
         return tuple(text.split(","))
 
     def pairs(text: str) -> tuple[tuple[int, int], ...]:
@@ -149,9 +159,7 @@ def main() -> None:
     for k, n in options.shapes:
         for format in options.formats:
             for tokens in options.tokens:
-                launches = (
-                    options.launches if format in table_linear.SERVED and tokens <= table_linear.FUSED_TOKENS else ()
-                )
+                launches = options.launches if format in _LAUNCHED and tokens <= table_linear.FUSED_TOKENS else ()
                 for row in rows(format, k, n, tokens, launches):
                     say(row)
                     result["rows"].append(row)

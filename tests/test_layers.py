@@ -68,11 +68,11 @@ SHARED_NAMES = {
     "linear": {
         "layers.modules.linear",
         "kernels.cpu.linear",
-        *(f"kernels.cuda.{family}.linear" for family in ("e2m1", "plain", "table", "whole")),
+        *(f"kernels.cuda.{family}.linear" for family in ("e2m1", "plain", "table", "trellis", "whole")),
     },
     # device code of that op for families of formats
-    "linear_gluon": {"kernels.cuda.table.linear_gluon", "kernels.cuda.whole.linear_gluon"},
-    "decode_triton": {"kernels.cuda.table.decode_triton", "kernels.cuda.whole.decode_triton"},
+    "linear_gluon": {f"kernels.cuda.{family}.linear_gluon" for family in ("table", "trellis", "whole")},
+    "decode_triton": {f"kernels.cuda.{family}.decode_triton" for family in ("table", "trellis", "whole")},
     # the order of codes in memory that a device's kernels read
     "tiles": {"kernels.cpu.tiles", "kernels.cuda.e2m1.tiles"},
 }

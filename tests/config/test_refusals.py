@@ -19,9 +19,9 @@ WRONG_VALUES = [
     (
         "weights.format",
         "fp4",
-        '"fp4"; expected "nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "dense" or "auto"; did you mean "nvfp4"?',
+        '"fp4"; expected "nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "t3", "dense" or "auto"; did you mean "nvfp4"?',
     ),
-    ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "dense" or "auto"'),
+    ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "t3", "dense" or "auto"'),
     ("weights.fine", True, 'true; expected "none" or "exact"'),
     ("weights.include", "*.mlp.*", f'"*.mlp.*"; {PATTERNS}'),
     ("weights.include", [], '[]; expected at least one pattern; ["*"] takes every layer'),

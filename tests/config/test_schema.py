@@ -36,7 +36,9 @@ configs = st.builds(
     VBConfig,
     weights=st.builds(
         WeightsConfig,
-        format=st.sampled_from([name for name in chosen_formats() if name not in ("dense", "mxint8")]),  # no fine plane
+        format=st.sampled_from(
+            [name for name in chosen_formats() if name not in ("dense", "mxint8", "t3")]
+        ),  # no fine plane
         fine=st.sampled_from(FINE_PLANES),
         include=st.lists(names, min_size=1, max_size=3).map(tuple),
         exclude=st.lists(names, max_size=3).map(tuple),

@@ -85,7 +85,7 @@ def test_equal_layouts_are_one_object():
     assert fmt.layout((16, 64), torch.float32) != fmt.layout((32, 64), torch.float32)
 
 
-@pytest.mark.parametrize("name", [name for name in chosen_formats() if name != "dense"])
+@pytest.mark.parametrize("name", [name for name in chosen_formats() if name not in ("dense", "t3")])  # which search
 def test_scales_that_are_searched_by_squares_of_inputs_lose_less_of_the_output_and_each_expert_has_its_own(name):
     generator = torch.Generator().manual_seed(2)
     w_ENK = torch.randn(3, 16, 200, generator=generator) * torch.tensor([1.0, 1.0, 9.0]).view(3, 1, 1)

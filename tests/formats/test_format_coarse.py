@@ -87,7 +87,7 @@ def test_layouts_hold_the_advertised_bits_a_weight():
     affine = {f"{kind}{b}-{s}": 4 + 2 * size / b for kind in ("affine", "signed") for b, (s, size) in groups}
     zeros = {f"zeros{b}-{s}": 4 + (size + 8) / b for b, (s, size) in groups}
     zeros |= {f"floatzeros{b}-{s}": 4 + 2 * size / b for b, (s, size) in groups}
-    own = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "quantile": 4.125, "mxint8": 8.25, "dense": 16}
+    own = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "quantile": 4.125, "mxint8": 8.25, "t3": 3.0625, "dense": 16}
     own |= {"superblock32": 4.625, "superbytes32": 8.625, "superbytes16": 8.5625, "unitbytes128": 8.25}
     eight = {f"{kind}{b}-{s}": 8 + size / b for kind in ("bytes", "floatbytes") for b, (s, size) in groups}
     eight |= {f"offsetbytes{b}-{s}": 8 + 2 * size / b for b, (s, size) in groups}
@@ -350,7 +350,7 @@ def test_other_dtypes_and_ranks_are_refused(name, weight, message):
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(FormatError, match="'fp5'; expected one of nvfp4, mxfp4, nf4, quantile, mxint8, dense"):
+    with pytest.raises(FormatError, match="'fp5'; expected one of nvfp4, mxfp4, nf4, quantile, mxint8, t3, dense"):
         get_format("fp5")
 
 

@@ -78,8 +78,8 @@ class FormatRecord:
             weight of code 8, of the scales' dtype), "zeros" (a code that stands for 0), "floatzeros" (between codes, of
             the scales' dtype) or "superblock" (like the scale); None: no offset.
         bits: bits per code.
-        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes", "plain"); None:
-            decoded by the reference.
+        kernels: kernel family for its codes ("e2m1", "table", "levels", "affine", "int8", "bytes", "plain", "trellis");
+            None: decoded by the reference.
         fitted: True if its codebook is fitted to each weight; the fit is costly, so it is kept.
         lossless: True if it stores the weight's own bytes, so that a fine plane could add nothing.
         published: True if weights in it are read from published checkpoints only: a config cannot name it.
@@ -121,7 +121,9 @@ FORMATS: dict[str, FormatRecord] = {
         FormatRecord(
             "mxint8", "vbrt.formats.mxint8:MXINT8", block=32, scales="e8m0", bits=8, kernels="int8", noise=0.008
         ),
-        FormatRecord("t3", "vbrt.formats.t3:T3", block=64, scales="ue4m4", bits=3, rows=16, noise=0.139),
+        FormatRecord(
+            "t3", "vbrt.formats.t3:T3", block=64, scales="ue4m4", bits=3, kernels="trellis", rows=16, noise=0.139
+        ),
         FormatRecord("dense", "vbrt.formats.dense:Dense", block=1, lossless=True),
         *(
             FormatRecord(

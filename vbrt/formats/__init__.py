@@ -25,12 +25,13 @@
 | `unitbytes128` | 128 | FP32 a block, one FP32 a tensor | 8.25 |
 | `superbytes32` | 32 | 6 bits in a byte a block, twice; two FP16 per 256 | 8.625 |
 | `superbytes16` | 16 | one byte a block; one FP16 per 256 | 8.5625 |
+| `t3` | 128, or 64 if 128 does not divide K | as nf4 | 3.06, or 3.13 |
 | `dense` | none | none | 16 or 32 |
 | fine plane | | | 8.6 to 8.8 more for bf16, 12.4 to 12.8 for fp16 |
 
-Scales are searched for least squared error, not set by absmax. K is padded to the block with zeros inside the page. NaN
-and Inf are refused by layer name. The order in which a block's errors are summed (halves, then halves of the sums) is
-part of the format, so that all devices agree.
+Scales are searched for least squared error, not set by absmax; those of `t3` follow from a block's mean square. K is
+padded to the block with zeros inside the page. NaN and Inf are refused by layer name. The order in which a block's
+errors are summed (halves, then halves of the sums) is part of the format, so that all devices agree.
 
 **Fine plane** (`fine_plane.py`): for bf16 and fp16. Under `exact`, fp32 layers are held dense, which is exact too, and
 the plan says so. `mxint8` has none: a matrix is 8 bits a weight or 4.
@@ -40,6 +41,15 @@ linear layers in it, where `mxint8` has .00010 and `nvfp4` .0093 (docs/accuracy.
 exponent, for a range that the 32 weights of a block do not have. Scales of 16 bits, for 64 weights to be as large, lose
 less still, .00006, but then a decoded weight is not exact in bf16, and a second encode is not the first one. A GPU that
 multiplies MXFP8 is no reason against: inputs here stay in 16 bits, so weights are converted in any case.
+
+**3 bits** (`t3.py`): of bit-shift trellises with random Gaussian codebooks, closed, N(0,1) at 3 bits, one weight a step
+has 17.05 dB with 12 state bits and 17.35 with 14; two weights a step, for which a decoder needs half as many steps,
+16.7, 17.2 and 17.5 with 12, 14 and 16; four, 16.9 with 16. An open path costs .5 dB with runs of 128 weights, a closed
+one .05 less with 128 than with 256. Computed codebooks of two weights a step: one word of masked hash bits, whose
+values are spread evenly over four octaves, stops at 16.6, whatever the states; polynomials of it gain .05; the sum of
+two words has 17.1 with 14 bits, as near as 1MAD's and 3INST's at one weight a step. More state bits than 14 would gain
+.25 dB, take four times the encoder's time, and a lane's states of a tile would not fit in 32 bits. A run along a row
+could not take error feedback, which a tile of 16 columns can.
 
 **Published weights** (`published.py`, `ggml.py`, `sixteen_levels.py`, `affine.py`, `eight_bits.py`): bitsandbytes' NF4
 and FP4, symmetric int4 of GPTQ, AutoRound and compressed-tensors, and GGUF's Q4_0 and IQ4_NL go into `levels...`

@@ -121,7 +121,7 @@ class T3(Format):
     @torch.no_grad()
     def decode(self, tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """See `Format.decode`: rounded once, from the exact weight."""
-        (n, k), limit = shape, torch.finfo(dtype).max
+        (n, k), limit = shape, min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         rows = _rows_at_a_time(tensors["scales"], k)
         parts = zip(tensors["codes"].split(rows // TILE), tensors["scales"].split(rows), strict=True)
         with torch.autocast(tensors["codes"].device.type, enabled=False):

@@ -25,6 +25,7 @@ from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.trellis import linear as trellis_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.ordered_columns import ordered
 from vbrt.kernels.registry import EXACT, Kernel, Needs, register
@@ -61,6 +62,9 @@ _built_update = functools.partial(_compiled, rank=1, refusal=cpu_update.refusal,
 _tiled = functools.partial(_triton, formats=tuple(TILE_FORMATS), page_order=e2m1_linear.packing)
 _tables = functools.partial(_triton, formats=table_linear.SERVED, runs_unpacked=True)
 _wholes = functools.partial(_triton, formats=whole_linear.FORMATS, runs_unpacked=True)
+_trellis = functools.partial(
+    _triton, needs=trellis_linear.FUSED_NEEDS, formats=trellis_linear.FORMATS, runs_unpacked=True
+)
 _plain = functools.partial(_triton, formats=plain_linear.FORMATS, runs_unpacked=True)
 _unmeasured = functools.partial(functools.partial, tuned_configs.unmeasured)
 
@@ -122,6 +126,8 @@ KERNELS = (
         fused_needs=whole_linear.FUSED_NEEDS,
         unmeasured=_unmeasured("whole", "8-bit kernels"),
     ),
+    _trellis("decode_weight", run=trellis_linear.decode_weight),
+    _trellis("linear", run=trellis_linear.linear),
     _plain("decode_weight", run=plain_linear.decode_weight),
     _plain("linear", run=plain_linear.linear, fused_needs=plain_linear.FUSED_NEEDS),
     *_decoding(_reference, reference.decode_weight),
