@@ -34,7 +34,7 @@ from vbrt.residency.plan import Swap
 
 RESULT = ROOT / "benchmarks" / "results" / "calibrated-lm.json"
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
-EIGHT = "mxint8"
+EIGHT, THREE = "mxint8", "t3"
 #: how far encoders look at inputs
 WAYS = ("not calibrated", "scales", "scales and codes")
 #: KL that may be had on the first text for so much more than the bytes of nvfp4
@@ -102,7 +102,7 @@ class Judge:
 def measure_formats(judge: Judge) -> list[dict]:
     """Every layer in one format, for each way."""
     rows = []
-    for format in (*FORMATS, EIGHT):
+    for format in (*FORMATS, EIGHT, THREE):
         for way in WAYS:
             with judge.held({swap.name: format for swap in judge.swaps}, way):
                 first, last = judge.kl(("first", "last"))
@@ -243,7 +243,8 @@ def section() -> list[str]:
     )
     head = ["| format | " + " | ".join(f"{way}: first, last" for way in WAYS) + " |", "| --- " * (1 + len(WAYS)) + "|"]
     found = {(row["format"], row["way"]): f"{row['first']:.5f}, {row['last']:.5f}" for row in result["formats"]}
-    table = [f"| {format} | " + " | ".join(found[format, way] for way in WAYS) + " |" for format in (*FORMATS, EIGHT)]
+    rows = ((format, [found[format, way] for way in WAYS]) for format in (*FORMATS, EIGHT, THREE))
+    table = [f"| {format} | {' | '.join(cells)} |" for format, cells in rows]
     return ["## Calibrated", "", what, "", *head, *table, "", *_budgets(result)]
 
 

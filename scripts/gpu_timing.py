@@ -65,7 +65,7 @@ def dense_weights(k: int, n: int) -> list[torch.Tensor]:
 def planes_of(format: str, weight: torch.Tensor) -> WeightPlanes:
     """As a page holds them."""
     shape = tuple(weight.shape)
-    coarse = get_format(format).encode(weight)
+    coarse = resolve("codec", "auto", CUDA, format).run(get_format(format)).encode(weight)
     packing = resolve("linear", "auto", CUDA, format).page_order(format)
     return WeightPlanes(format, shape, BF16, packing.pack(coarse, shape) if packing else coarse)
 

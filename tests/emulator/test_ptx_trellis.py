@@ -7,9 +7,10 @@ from tests.emulator.test_ptx import gpu
 from tests.formats.test_t3 import random_plane
 from tests.kernels.cuda.gpu_cases import error
 from tests.matrix import matrix
-from vbrt.formats import WeightPlanes, get_format
+from vbrt.formats import WeightPlanes, get_format, t3
 from vbrt.kernels import reference
 from vbrt.kernels.cuda.trellis import linear as trellis_linear
+from vbrt.kernels.cuda.trellis import viterbi
 
 __all__ = ["gpu"]
 
@@ -45,3 +46,15 @@ def test_decoded_weights_are_the_references(gpu, k, dtype):
     planes = WeightPlanes("t3", (40, k), dtype, large)
     assert torch.equal(trellis_linear._decode(planes, dtype), reference.decode_weight(planes))
     assert gpu == ["decode_kernel"] * 2
+
+
+def test_paths_are_closed_and_lose_what_the_reference_loses(gpu):
+    """Of short tiles: two programs, a few steps, and weights that lie on a path."""
+    table, pairs, warm = t3.codebook(torch.device("cpu")), 6, 2
+    x = torch.randn(2, pairs, 2, generator=torch.Generator().manual_seed(0))
+    found = viterbi.paths(x, warm)
+    assert torch.equal(found >> 6, found.roll(1, 1) & 0xFF)
+    losses = [(table[states.long()] - x).square().sum((1, 2)) for states in (found, t3.trellis_path(x, warm))]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+    assert torch.equal(viterbi.paths(table[found.long()], warm), found)
+    assert gpu == ["path_kernel"] * 2

@@ -264,28 +264,28 @@ def _codebook_rms() -> float:
     return codebook(torch.device("cpu")).square().mean().sqrt().item()
 
 
-def trellis_path(x_TP2: Tensor) -> Tensor:
+def trellis_path(x_TP2: Tensor, warm: int = WARM) -> Tensor:
     """States [T, P] int32 of closed paths with little squared error to pairs of weights in units of their scales.
 
     Viterbi's algorithm, twice, as in QTIP, section 3.3: around a tile's first pair, to choose where the path is closed,
     then along the tile with that start and end.
     """
     size = max(1, _CHUNK_STATES["cpu" if x_TP2.is_cpu else "gpu"] // STATES)
-    return torch.cat([_closed_path(part) for part in x_TP2.split(size)])
+    return torch.cat([_closed_path(part, warm) for part in x_TP2.split(size)])
 
 
-def _closed_path(x_TP2: Tensor) -> Tensor:
-    count, table = len(x_TP2), codebook(x_TP2.device)
+def _closed_path(x_TP2: Tensor, warm: int) -> Tensor:
+    (count, pairs, _), table = x_TP2.shape, codebook(x_TP2.device)
     turned, norm_S = table.t() * -2, table.square().sum(1)
-    around = [*range(PAIRS - WARM, PAIRS), *range(WARM)]
+    around = [*range(pairs - warm, pairs), *range(warm)]
     cost_TM = x_TP2.new_zeros(count, _MEMORY)
     cost_TM, back = _forward(x_TP2, around, cost_TM, turned, norm_S)
     memory_T = cost_TM.argmin(1)
-    for back_TM in reversed(back[WARM:]):
+    for back_TM in reversed(back[warm:]):
         memory_T, _ = _preceding(memory_T, back_TM)
     closed_T = memory_T
     cost_TM = torch.full_like(cost_TM, 1e30).scatter_(1, closed_T.unsqueeze(1), 0.0)
-    _, back = _forward(x_TP2, range(PAIRS), cost_TM, turned, norm_S)
+    _, back = _forward(x_TP2, range(pairs), cost_TM, turned, norm_S)
     memory_T, states = closed_T, []
     for back_TM in reversed(back):
         memory_T, state_T = _preceding(memory_T, back_TM)

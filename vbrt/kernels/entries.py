@@ -26,6 +26,7 @@ from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.cuda.trellis import linear as trellis_linear
+from vbrt.kernels.cuda.trellis import viterbi
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.ordered_columns import ordered
 from vbrt.kernels.registry import EXACT, Kernel, Needs, register
@@ -81,6 +82,7 @@ KERNELS = (
     _compiled("codec", run=cpu_encode.codec, formats=cpu_encode.FORMATS, rank=1),
     _compiled("codec", run=cpu_trellis.codec, formats=cpu_trellis.FORMATS, rank=1),
     _triton("codec", run=reference.codec),
+    _triton("codec", run=viterbi.codec, formats=trellis_linear.FORMATS),
     _reference("split_fine", run=split_fine),
     _compiled("split_fine", run=cpu_split.split, rank=1),
     _triton("split_fine", run=split_fine),
@@ -89,6 +91,7 @@ KERNELS = (
     _compiled("encode_many", run=cpu_encode.encode_many, formats=cpu_encode.FORMATS, rank=1),
     _compiled("encode_many", run=cpu_trellis.encode_many, formats=cpu_trellis.FORMATS, rank=1),
     _triton("encode_many", run=reference.encode_many),
+    _triton("encode_many", run=viterbi.encode_many, formats=trellis_linear.FORMATS),
     _tiled("encode_many", run=e2m1_encode.encode_many),
     _reference("decode_weight", run=reference.decode_weight),
     _reference("linear", run=reference.linear),

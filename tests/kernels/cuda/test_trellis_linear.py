@@ -8,7 +8,7 @@ from tests.formats.test_t3 import random_plane
 from tests.kernels.cuda.gpu_cases import compiled, error, poison
 from tests.matrix import matrix
 from vbrt.errors import KernelError
-from vbrt.formats import WeightPlanes, get_format
+from vbrt.formats import WeightPlanes, get_format, t3
 from vbrt.kernels import KERNELS, reference, resolve
 from vbrt.kernels.cuda.trellis import linear as trellis_linear
 
@@ -69,6 +69,9 @@ def test_products_match_float64(shape):
 def test_a_weight_that_is_encoded_on_the_gpu_is_as_near():
     w = torch.randn(256, 640, device="cuda")
     fmt = resolve("codec", "auto", w.device, "t3").run(FORMAT)
+    x = torch.randn(40, t3.PAIRS, 2, device="cuda")
+    losses = [(t3.codebook(x.device)[path(x).long()] - x).square().sum() for path in (fmt.path, FORMAT.path)]
+    assert losses[0] < 1.001 * losses[1]
     decoded = FORMAT.decode(fmt.encode(w), (256, 640), torch.float32)
     assert 10 * torch.log10(w.square().sum() / (w - decoded).square().sum()) > 16.95
 

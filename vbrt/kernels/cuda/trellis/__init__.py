@@ -1,7 +1,7 @@
 """Trellis-coded weights on GPUs: t3.
 
 Few tokens: `linear_gluon.py` decodes a tile in the registers of the lanes that multiply it, on inputs that were rotated
-once. Many tokens: `decode_triton.py` decodes, and the vendor's matmul multiplies.
+once. Many tokens: `decode_triton.py` decodes, and the vendor's matmul multiplies. `viterbi.py` encodes.
 
 For two weights the fused kernel takes a shift and a mask (their state), two multiply-adds (its hash, and that shifted),
 two logical operations and an addition: 3.5 instructions a weight; as compiled for sm_90 with loads, scales and loop it
