@@ -23,7 +23,7 @@ __all__ = ["CostModel", "default_cost_model", "kernels_of", "read_cost_model"]
 
 #: tier -> kernel family -> the family in `packed_read_share` that its products are predicted by
 _MEASURED_AS = {
-    "gpu": {"levels": "table", "affine": "table", "bytes": "int8", "plain": "int8"},
+    "gpu": {"levels": "table", "affine": "table", "bytes": "int8", "plain": "int8", "trellis": "table"},
     "cpu": {"levels": "table", "affine": "e2m1", "bytes": "int8", "plain": "table"},
 }
 _FOLDER = Path(__file__).with_name("cost_models")

@@ -4,6 +4,7 @@
 | --- | --- |
 | `e2m1` | nvfp4, mxfp4 in tile order |
 | `table` | nf4, quantile, `levels...`, `affine...`, `signed...`, `zeros...`, `superblock32` |
+| `trellis` | t3 |
 | `whole` | mxint8 |
 | `rounded` | both operands rounded to FP8 |
 | `fine` | fine planes merged with coarse ones |
@@ -22,6 +23,7 @@ many tokens, and are never for the persistent kernel):
 | codes with offsets (on no GPU yet) | up to 32, bf16 | the same, by bit arithmetic; sums of x by an operand of ones |
 | nf4, quantile, sm_90, bf16 | up to 4096, where predicted fastest | persistent, with `table/operands_gluon.py` |
 | mxint8 (run on no GPU yet) | up to 32, bf16 | `whole/linear_gluon.py`: scaled in registers, exact |
+| t3 (run on no GPU yet) | up to 32, bf16 | `trellis/linear_gluon.py`: rotated inputs, codes decoded in registers |
 | tiles, tables (not on sm_90), `levels...`, mxint8 | more, where predicted fastest | `e2m1/mma_gluon.py`: `mma.sync` |
 | a fine plane, rows of whole blocks | any | `fine/merge_triton.py`, then cuBLAS |
 | any of these | others | decode to the activations' dtype, then cuBLAS |
