@@ -10,6 +10,9 @@ from torch import nn
 import vbrt
 from vbrt.errors import ConfigError
 from vbrt.formats import get_format
+from vbrt.layers.weights.hosted_weights import is_hostable
+from vbrt.layers.weights.weight_spec import HandleSpec
+from vbrt.residency.weight_site import WeightSite
 
 T3 = {"format": "t3", "min_parameters": 0, "keep_head": False}
 ON_CPU = {"gpu": {"enabled": False}}
@@ -74,3 +77,9 @@ def test_calibrated_codes_lose_less_of_the_outputs_on_the_text(tmp_path):
 def test_a_fine_plane_for_three_bits_is_refused_by_name():
     with pytest.raises(ConfigError, match=r'the codes of "t3" have 3 bits, and a fine plane refines 4'):
         vbrt.load_config("fp4", weights={"format": "t3", "fine": "exact"})
+
+
+def test_the_cpu_is_given_no_share_of_products_that_it_has_no_kernel_for():
+    site = WeightSite("layer", (64, 128))
+    hosted = {format: is_hostable(HandleSpec(site, torch.bfloat16, format)) for format in ("nvfp4", "mxint8", "t3")}
+    assert hosted == {"nvfp4": True, "mxint8": True, "t3": False}

@@ -28,6 +28,7 @@ from torch import Tensor
 from vbrt.config import FORMATS
 from vbrt.errors import KernelError
 from vbrt.host import accelerator
+from vbrt.kernels import fused_on
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.hosted import (
     ANSWER,
@@ -389,9 +390,11 @@ def _rows(weight: EncodedWeight, x: Tensor, host: Host) -> Tensor | None:
 
 
 def is_hostable(spec: HandleSpec) -> bool:
-    """True if the CPU may compute products of such weights: rounded ones, in shapes that a mailbox takes."""
+    """True if the CPU may compute products of such weights: rounded ones, in shapes that a mailbox takes, unless only
+    GPUs have kernels for their format."""
     rounds = not (spec.lossless or spec.by_rows or FORMATS[spec.format].lossless)
-    return rounds and not any(side % GROUP for side in spec.shape)
+    decodes = FORMATS[spec.format].kernels is not None and "cpu" not in fused_on(spec.format)
+    return rounds and not decodes and not any(side % GROUP for side in spec.shape)
 
 
 def held_at_home(weight: EncodedWeight) -> LowerLease | None:
