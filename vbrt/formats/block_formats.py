@@ -61,6 +61,8 @@ class BlockFormat(Format):
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     #: codes whose cell includes zero, so that weights may be many octaves below the level
     wide_codes: tuple[int, ...]
+    #: mantissas that scales have: scale byte % this number tells which; 1: powers of two
+    scale_mantissas = 1
     #: the largest level, and the level of a block's largest weight under the largest scale searched
     top: float
     low_top: float
@@ -243,6 +245,7 @@ class E4M3Format(TensorScaled):
     """Block scales in E4M3 (OCP 8-bit Floating Point v1.0)."""
 
     scale_dtype = "float8_e4m3fn"
+    scale_mantissas = 8
     last_byte = 0x7E  # 0x7F is NaN
 
     def _near_byte(self, scale_B: Tensor) -> Tensor:
@@ -260,6 +263,7 @@ class UE4M4Format(TensorScaled):
     """
 
     scale_dtype = "uint8"
+    scale_mantissas = 16
     last_byte = 0xFF
     _EXPONENT = 127 - 7
 
