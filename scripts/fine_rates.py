@@ -50,7 +50,7 @@ def bits(matrices: list[Tensor], fmt: BlockFormat) -> tuple[float, float, float,
         escapes += len(fine["escapes"])
         count += w_NK.numel()
         cell_NK, offset_NK = offsets_in_cells(w_NK, coarse, fmt)
-        keys, times = torch.unique(cell_NK * (1 << 20) + offset_NK, return_counts=True)
+        keys, times = torch.unique(cell_NK.long() * (1 << 20) + offset_NK + (1 << 16), return_counts=True)
         found.update(dict(zip(keys.tolist(), times.tolist(), strict=True)))
     keys, times = torch.tensor(list(found)), torch.tensor(list(found.values()), dtype=torch.float64)
     cells = torch.zeros(256, dtype=torch.float64).index_add_(0, keys >> 20, times)

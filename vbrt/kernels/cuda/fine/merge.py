@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vbrt.formats import WeightPlanes, get_format
+from vbrt.formats.fine_coding import CODED
 from vbrt.formats.fine_plane import SPAN, WIDTH
-from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, is_tiled, relative_values
+from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, TOP_FIELD, is_tiled, relative_values
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
@@ -26,7 +27,7 @@ _WARPS = 4
 
 def serves(planes: WeightPlanes) -> bool:
     """True if `merge` supports these planes: on a GPU, with a fine plane, rows of whole blocks."""
-    if planes.fine is None or not planes.fine["low"].is_cuda:
+    if planes.fine is None or not planes.fine["starts"].is_cuda:
         return False
     return serves_shape(planes.format, planes.shape)
 
@@ -38,7 +39,7 @@ def serves_shape(format: str, shape: tuple[int, int]) -> bool:
 
 def merge(planes: WeightPlanes) -> Tensor:
     """The weight [N, K], bit-exact with `formats.merge_fine`."""
-    out = torch.empty(planes.shape, dtype=planes.dtype, device=planes.fine["low"].device)
+    out = torch.empty(planes.shape, dtype=planes.dtype, device=planes.fine["starts"].device)
     with torch.cuda.device(out.device):
         launch(planes, out)
     return out
@@ -46,6 +47,9 @@ def merge(planes: WeightPlanes) -> Tensor:
 
 def launch(planes: WeightPlanes, out: Tensor) -> None:
     """`merge` into `out`, on any device that Triton supports."""
+    if CODED in planes.fine:
+        launch_coded(planes, out)
+        return
     from vbrt.kernels.cuda.fine.merge_triton import merge_kernel
 
     fine, coarse = planes.fine, _coarse(planes)
@@ -64,6 +68,39 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
         num_warps=_WARPS,
         **_constants(planes.format, planes.dtype, total),
         **triton_api.fp_fusion(True),
+    )
+
+
+def launch_coded(planes: WeightPlanes, out: Tensor, *, read: int = 1, warps: int = _WARPS) -> None:
+    """`launch` for a coded fine plane. `read`: how `coded_kernel` reads extra bits."""
+    from vbrt.kernels.cuda.fine.coded_triton import coded_kernel
+
+    fine, coarse, fmt = planes.fine, planes.coarse, get_format(planes.format)
+    tiles, of = coarse.get(TILES), FORMATS.get(planes.format)
+    codes, scales = (coarse["codes"], coarse["scales"]) if tiles is None else (tiles, tiles)
+    total = out.numel()
+    coded_kernel[(-(-total // SPAN),)](
+        codes.view(torch.int32),
+        scales.view(torch.uint8),
+        coarse.get("tensor_scale", fine[CODED]),
+        fine["fours"].view(torch.int32),
+        fine["pairs"].view(torch.int16),
+        fine["extra"].view(torch.int32),
+        fine["escapes"],
+        fine["starts"],
+        fine[CODED],
+        out.view(torch.int16),
+        total,
+        planes.shape[1],
+        SPAN=SPAN,
+        BLOCK=fmt.block,
+        MANTISSAS=fmt.scale_mantissas,
+        TILE_WORDS=0 if tiles is None else of.words,
+        TOP_FIELD=TOP_FIELD if tiles is not None and of.e8m0_scales else 0,
+        SIGNED=fmt.record.kernels != "e2m1",
+        WHOLE=total % SPAN == 0,
+        READ=read,
+        num_warps=warps,
     )
 
 
