@@ -54,6 +54,7 @@ from vbrt.errors import ConfigError
 
 __all__ = [
     "BACKENDS",
+    "FINE_CODINGS",
     "FINE_PLANES",
     "IO_MODES",
     "MISSES",
@@ -80,6 +81,7 @@ __all__ = [
 
 MODES = ("infer", "train", "full")
 FINE_PLANES = ("none", "exact")
+FINE_CODINGS = ("auto", "plain", "coded")
 POLICIES = ("auto", "scheduled", "lru", "experts")
 SCOPES = ("auto", "layer", "model")
 MISSES = ("fetch", "compute", "auto")
@@ -137,6 +139,8 @@ def _activations(value: object, where: str) -> int | str:
 class WeightsConfig(Section):
     """Selection of weights to swap, and their formats.
 
+    fine_coding: "coded": fine planes of bf16 weights near their entropy, 6.7 bits a weight, for 8.6 "plain" ones, unless
+    that makes one larger. "auto" codes them where a GPU computes, and in conversions.
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
     matches. min_parameters: weights with fewer elements stay dense. keep_head: output heads stay dense.
     embeddings: lookup tables (nn.Embedding) are swapped too. "auto" of both: heads and tables stay dense, but
@@ -154,6 +158,7 @@ class WeightsConfig(Section):
 
     format: str = opt("nvfp4", _format)
     fine: Literal["none", "exact"] = opt("none", choice(*FINE_PLANES))
+    fine_coding: Literal["auto", "plain", "coded"] = opt("auto", choice(*FINE_CODINGS))
     include: tuple[str, ...] = opt(("*",), patterns)
     exclude: tuple[str, ...] = opt((), patterns)
     min_parameters: int = opt(1024, whole(0))

@@ -27,13 +27,13 @@
 | `superbytes16` | 16 | one byte a block; one FP16 per 256 | 8.5625 |
 | `t3` | 128, or 64 if 128 does not divide K | as nf4 | 3.06, or 3.13 |
 | `dense` | none | none | 16 or 32 |
-| fine plane | | | 8.6 to 8.8 more for bf16, 12.4 to 12.8 for fp16 |
+| fine plane | | | 6.7 to 7.2 more for bf16, coded; 8.6 to 9.1 plain; 12.4 to 12.8 for fp16 |
 
 Scales are searched for least squared error, not set by absmax; those of `t3` follow from a block's mean square. K is
 padded to the block with zeros inside the page. NaN and Inf are refused by layer name. The order in which a block's
 errors are summed (halves, then halves of the sums) is part of the format, so that all devices agree.
 
-**Fine plane** (`fine_plane.py`): for bf16 and fp16. Under `exact`, fp32 layers are held dense, which is exact too, and
+**Fine plane** (`fine_plane.py`; coded, `fine_coding.py`): for bf16 and fp16. Under `exact`, fp32 layers are held dense, which is exact too, and
 the plan says so. `mxint8` has none: a matrix is 8 bits a weight or 4.
 
 **8 bits.** MXFP8 has the size and the scales of `mxint8`, and on the trained model nine times the KL: .00096 with all
@@ -84,6 +84,7 @@ import torch
 
 from vbrt.config.format_records import FORMATS, FormatRecord, check_record, known_formats
 from vbrt.errors import FormatError
+from vbrt.formats.fine_coding import code_fine
 from vbrt.formats.fine_plane import estimate_fine_bytes, fine_layout, merge_fine, split_fine
 from vbrt.formats.fitted_codebook import Separation, SeparationCounters
 from vbrt.formats.format import Format, WeightPlanes
@@ -136,6 +137,7 @@ __all__ = [
     "SeparationCounters",
     "WeightPlanes",
     "build_layout",
+    "code_fine",
     "cut_blocks",
     "estimate_fine_bytes",
     "fine_layout",

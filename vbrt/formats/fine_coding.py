@@ -20,23 +20,37 @@ below the first, and 7 bits within it. `signed` cells have both signs: one extra
 Symbol 0 is an escape, and the weight's bits are in the list `escapes`.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vbrt.errors import FormatError
 from vbrt.formats.block_formats import BlockFormat, decode_tile, unpack_codes
 from vbrt.formats.format import padded
 
-__all__ = ["CODED", "code_fine", "coded_fields", "decode_coded", "offsets_in_cells", "stream_bytes"]
+__all__ = [
+    "CODED",
+    "SPAN",
+    "check_coded",
+    "code_fine",
+    "coded_fields",
+    "decode_coded",
+    "offsets_in_cells",
+    "opened",
+    "stream_bytes",
+]
 
 #: the field that only coded fine planes have
 CODED = "cells"
+#: weights, in row-major order, per entry of `starts`
 SPAN = 4096
 _STREAM_UNIT = 16  # bytes: the stream is a multiple, and that many longer than its bits, since readers load words
 _OCTAVE = 128  # bf16 values
 _OCTAVES = 6  # that symbols tell apart; 5 in signed cells, so that eight weights have 56 extra bits at most
+_ALL = slice(None)
 _BINS, _LOWEST = 1024, -768  # offsets that the encoder's histogram tells apart
 _SAMPLE = 1 << 20  # weights in the histogram
 _TRIMS = (63, 12, 10, 8, 6)  # candidates: a cell may leave out 2^-trim of its weights at each end
@@ -45,7 +59,7 @@ _TRIMS = (63, 12, 10, 8, 6)  # candidates: a cell may leave out 2^-trim of its w
 # --- cells
 
 
-def _in_cells(coarse: dict[str, Tensor], fmt: BlockFormat, rows: slice) -> tuple[Tensor, Tensor]:
+def _in_cells(coarse: Mapping[str, Tensor], fmt: BlockFormat, rows: slice) -> tuple[Tensor, Tensor]:
     """(index of each weight's cell, exponent of its scale * 128), int32 [R, Kp]."""
     codes, byte_RB = coarse["codes"][rows], coarse["scales"][rows].view(torch.uint8).to(torch.int32)
     code_RBb = unpack_codes(codes, codes.shape[1] * 2).view(*byte_RB.shape, -1)
@@ -253,8 +267,7 @@ def code_fine(w_NK: Tensor, coarse: dict[str, Tensor], fmt: BlockFormat) -> dict
         parts.append(stream[: bit // 8 - whole].to(torch.uint8))
         tail, first, whole = stream[bit // 8 - whole :][:1], last, bit // 8
     parts += [tail.to(torch.uint8), torch.zeros(stream_bytes(bit) - whole - 1, dtype=torch.uint8, device=device)]
-    sums = counts.view(2, -1, SPAN).sum(-1, dtype=torch.int64)
-    starts = (sums.cumsum(1) - sums).to(torch.int32).t().contiguous()
+    starts, _ = _starts(counts)
     return {"fours": fours, "pairs": pairs, "extra": torch.cat(parts), "escapes": torch.cat(escapes),
             "starts": starts, CODED: cells}  # fmt: skip
 
@@ -264,7 +277,7 @@ def _packed_symbols(symbol: Tensor) -> tuple[Tensor, Tensor]:
     return high[:, 0::2] | high[:, 1::2] << 4, low[:, 0::4] | low[:, 1::4] << 2 | low[:, 2::4] << 4 | low[:, 3::4] << 6
 
 
-def symbols_of(fours: Tensor, pairs: Tensor, k: int) -> Tensor:
+def _symbols_in(fours: Tensor, pairs: Tensor, k: int) -> Tensor:
     """Symbols, int32 [R, K]."""
     low = torch.stack([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)[:, :k]
     return unpack_codes(fours, k).to(torch.int32) << 2 | low
@@ -279,13 +292,10 @@ def decode_coded(
     out = torch.empty(n, k, dtype=torch.int16, device=fine["fours"].device)
     bit = escape = 0
     for rows in _tiles(n, padded(k, fmt.block), out.device):
-        symbol = symbols_of(fine["fours"][rows], fine["pairs"][rows], k)
-        cell, shift = (t[:, :k] for t in _in_cells(coarse, fmt, rows))
-        cells = _Cells.of(fine[CODED].view(-1)[cell], shift)
-        o, length = _steps(symbol, cells)
-        end = length.view(-1).cumsum(0)
-        extra = bits_at(fine["extra"], bit + (end - length.view(-1)).view_as(length), length)
-        words, escaped = _weights(symbol, extra, o, length, cells), symbol == 0
+        part = opened(coarse, fine, fmt, k, rows)
+        end = part.length.view(-1).cumsum(0)
+        extra = _bits_at(fine["extra"], bit + (end - part.length.view(-1)).view_as(part.length), part.length)
+        words, escaped = part.merged(extra), part.symbol == 0
         count = int(escaped.sum())
         words[escaped] = fine["escapes"][escape : escape + count]
         out[rows] = words
@@ -293,7 +303,59 @@ def decode_coded(
     return out.view(torch.bfloat16)
 
 
-def bits_at(stream: Tensor, at: Tensor, length: Tensor) -> Tensor:
+class Opened(NamedTuple):
+    """Symbols [R, K] of some rows: all but the extra bits, `length` of them each, and the escapes, which are 0."""
+
+    symbol: Tensor
+    o: Tensor
+    length: Tensor
+    cells: _Cells
+
+    def merged(self, extra: Tensor) -> Tensor:
+        """Bit patterns of the weights, int16; anything for escapes."""
+        return _weights(self.symbol, extra, self.o, self.length, self.cells)
+
+
+def opened(
+    coarse: Mapping[str, Tensor], fine: Mapping[str, Tensor], fmt: BlockFormat, k: int, rows: slice = _ALL
+) -> Opened:
+    """Return the symbols of rows of a weight with k columns."""
+    symbol = _symbols_in(fine["fours"][rows], fine["pairs"][rows], k)
+    cell, shift = (t[:, :k] for t in _in_cells(coarse, fmt, rows))
+    cells = _Cells.of(fine[CODED].view(-1)[cell], shift)
+    return Opened(symbol, *_steps(symbol, cells), cells)
+
+
+@torch.no_grad()
+def check_coded(coarse: dict[str, Tensor], fine: dict[str, Tensor], fmt: BlockFormat, shape: tuple[int, int]) -> None:
+    """Validate planes from untrusted sources: kernels index by `starts` without bounds checks.
+
+    Raises FormatError if the stream, the list or `starts` do not match the symbols.
+    """
+    n, k = shape
+    counts = torch.zeros(2, padded(n * k, SPAN), dtype=torch.uint8, device=fine["fours"].device)
+    first = 0
+    for rows in _tiles(n, padded(k, fmt.block), counts.device):
+        part = opened(coarse, fine, fmt, k, rows)
+        last = first + part.length.numel()
+        counts[0, first:last], counts[1, first:last] = part.length.view(-1), (part.symbol == 0).view(-1)
+        first = last
+    starts, (bits, escapes) = _starts(counts)
+    same = torch.equal(fine["starts"], starts) and int(counts[0].max()) < 8
+    if not same or (len(fine["extra"]), len(fine["escapes"])) != (stream_bytes(bits), escapes):
+        raise FormatError(
+            f"fine plane: a stream of {len(fine['extra'])} bytes and {len(fine['escapes'])} escapes, or `starts`, "
+            f"that do not go with its symbols, which have {bits} extra bits and {escapes} escapes"
+        )
+
+
+def _starts(counts: Tensor) -> tuple[Tensor, list[int]]:
+    """(`starts`, totals) from extra bits and escapes of each weight, uint8 [2, whole spans]."""
+    sums = counts.view(2, -1, SPAN).sum(-1, dtype=torch.int64)
+    return (sums.cumsum(1) - sums).to(torch.int32).t().contiguous(), sums.sum(1).tolist()
+
+
+def _bits_at(stream: Tensor, at: Tensor, length: Tensor) -> Tensor:
     """`length` bits of a stream from bit `at` on, int32."""
     byte = at >> 3
     word = stream[byte].to(torch.int32) | stream[byte + 1].to(torch.int32) << 8

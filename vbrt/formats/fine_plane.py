@@ -6,7 +6,8 @@ fp16, so a difference takes 8 bits in bf16 and 12 in fp16; one value of that ran
 `escapes`. A code whose cell includes zero (`wide_codes`, known from the coarse plane) needs all 16 bits: the upper ones
 go to the list `side`. Both lists are in row-major order of their weights; `starts` lets a kernel begin anywhere.
 
-For Gaussian weights under nvfp4: 8.63 bits per weight in bf16, 12.63 in fp16.
+For Gaussian weights under nvfp4: 8.63 bits per weight in bf16, 12.63 in fp16. A plane of bf16 may be coded instead
+(`fine_coding`): 6.66 bits.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from vbrt.errors import FormatError
 from vbrt.formats.block_formats import BlockFormat, code_mask_quads, decode_tile, lookup, pack_codes, unpack_codes
+from vbrt.formats.fine_coding import CODED, SPAN, check_coded, coded_fields, decode_coded
 from vbrt.formats.format import Format, check_weight, padded, tiles
 from vbrt.formats.page import PageLayout, build_layout
 
@@ -27,14 +29,13 @@ __all__ = [
     "estimate_fine_bytes",
     "fine_fields",
     "fine_layout",
+    "may_code",
     "merge_fine",
     "split_fine",
 ]
 
 #: in-place bits per weight: an octave each way
 WIDTH = {torch.bfloat16: 8, torch.float16: 12}
-#: weights, in row-major order, per entry of `starts`, which holds the number of preceding entries of each list
-SPAN = 4096
 
 
 def ordinal(bits: Tensor) -> Tensor:
@@ -130,6 +131,8 @@ def merge_fine(
 ) -> Tensor:
     """The original weight [N, K], bit for bit. Synchronizes on a GPU (nonzero locates the lists' entries)."""
     fmt = _check(dtype, fmt)
+    if CODED in fine:
+        return decode_coded(coarse, fine, fmt, shape)
     width = WIDTH[dtype]
     out = fmt.decode(coarse, shape, dtype)
     side, escapes = fine["side"], fine["escapes"]
@@ -154,8 +157,13 @@ def merge_fine(
     return out
 
 
-def fine_fields(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Name -> dtype and shape of `split_fine`'s tensors; None for the lengths of the two lists."""
+def fine_fields(
+    shape: tuple[int, int], dtype: torch.dtype, coded_in: Format | None = None
+) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Name -> dtype and shape of `split_fine`'s tensors, or, for a format, of `code_fine`'s; None for the lengths of the
+    lists."""
+    if coded_in is not None:
+        return coded_fields(shape, _check(dtype, coded_in))
     n, k = shape
     nibbles = {"nibbles": ("uint8", (n, (k + 1) // 2))} if WIDTH[dtype] == 12 else {}
     return {
@@ -176,6 +184,9 @@ def check_fine(
     Takes planes of `fine_fields`, on a CPU. Raises FormatError if lists or `starts` do not match the codes.
     """
     fmt = _check(dtype, fmt)
+    if CODED in fine:
+        check_coded(coarse, fine, fmt, shape)
+        return
     total = shape[0] * shape[1]
     lists = torch.zeros(2, padded(total, SPAN), dtype=torch.bool, device=fine["low"].device)
     first = 0
@@ -201,11 +212,21 @@ def fine_layout(fine: dict[str, Tensor], format: str = "") -> PageLayout:
     return build_layout(format, "fine", fields)
 
 
-def estimate_fine_bytes(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> int:
-    """Estimate for planning, before page padding: 8.875 bits per weight in bf16, 12.875 in fp16.
+def estimate_fine_bytes(
+    shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, *, coded: bool = False
+) -> int:
+    """Estimate for planning, before page padding: 8.875 bits per weight in bf16, 12.875 in fp16; 7 if coded, and the
+    table of cells.
 
     Measured on Gaussian weights in bf16: nvfp4 8.63, nf4 8.70, quantile 8.73, mxfp4 8.77; in fp16: 12.63, 12.69,
-    12.35, 12.77.
+    12.35, 12.77. Coded: nvfp4 6.66, nf4 6.81, quantile 6.82, mxfp4 6.68.
     """
     n, k = shape
+    if coded and may_code(dtype):
+        return n * k * 7 // 8 + 1024
     return n * k * (8 * WIDTH[dtype] + 7) // 64
+
+
+def may_code(dtype: torch.dtype) -> bool:
+    """True if fine planes of weights of this dtype can be coded."""
+    return dtype is torch.bfloat16

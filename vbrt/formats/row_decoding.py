@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats.block_formats import unpack_codes
+from vbrt.formats.fine_coding import CODED, opened
 from vbrt.formats.fine_plane import SPAN, WIDTH, ordinal, wide_codes_in
 from vbrt.formats.format import Format
 from vbrt.formats.page import PageLayout
@@ -78,6 +79,8 @@ def _exact_rows(
     """Rows [T, K], each from a window of W weights: `lead` preceding rows and itself."""
     lead, k = window
     count, width = len(index_T), WIDTH[dtype]
+    if any(field.name == CODED for field in fine.layout.fields):
+        return _coded_rows(coarse, fine, fmt, window, index_T)
     rows_TL = (index_T.unsqueeze(1) + torch.arange(-lead, 1, dtype=torch.int64, device=index_T.device)).clamp(min=0)
     codes = coarse_rows(coarse, rows_TL.view(-1))
     wide_TW = wide_codes_in(codes["codes"], k, fmt).reshape(count, -1)
@@ -95,6 +98,32 @@ def _exact_rows(
         escape_TK = _entries(fine, "escapes", escaped_TW & inside_TW, starts_T2[:, 1], k)
         delta_TK = torch.where(escaped_TW[:, -k:], escape_TK, delta_TK)
     return ordinal(delta_TK + ordinal(out_TK.view(torch.int16))).view(dtype)
+
+
+def _coded_rows(coarse: Rows, fine: Rows, fmt: Format, window: tuple[int, int], index_T: Tensor) -> Tensor:
+    """`_exact_rows` from a coded fine plane."""
+    lead, k = window
+    count = len(index_T)
+    rows_TL = (index_T.unsqueeze(1) + torch.arange(-lead, 1, dtype=torch.int64, device=index_T.device)).clamp(min=0)
+    rows = rows_TL.view(-1)
+    cells = fine.take(CODED, torch.arange(fmt.scale_mantissas, dtype=torch.int64, device=index_T.device))
+    symbols = {name: fine.take(name, rows) for name in ("fours", "pairs")} | {CODED: cells}
+    part = opened(coarse_rows(coarse, rows), symbols, fmt, k)
+    starts_T2, inside_TW = _span_of(fine, index_T, window)
+    length_TW = part.length.view(count, -1) * inside_TW
+    end_TW = length_TW.cumsum(1) + starts_T2[:, :1]
+    at_TK, length_TK = (end_TW - length_TW)[:, -k:], length_TW[:, -k:]
+    byte = (at_TK >> 3).reshape(-1)
+    low, high = (fine.take("extra", byte + next).to(torch.int32).view_as(at_TK) for next in (0, 1))
+    extra_TK = ((low | high << 8) >> (at_TK & 7).to(torch.int32)) & ((1 << length_TK) - 1)
+    extra = extra_TK.new_zeros(count, (lead + 1) * k)
+    extra[:, -k:] = extra_TK
+    words_TK = part.merged(extra.view(-1, k)).view(count, -1)[:, -k:]
+    if _length(fine, "escapes"):
+        escaped_TW = (part.symbol == 0).view(count, -1)
+        escape_TK = _entries(fine, "escapes", escaped_TW & inside_TW, starts_T2[:, 1], k)
+        words_TK = torch.where(escaped_TW[:, -k:], escape_TK, words_TK)
+    return words_TK.contiguous().view(torch.bfloat16)
 
 
 def _span_of(fine: Rows, index_T: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vbrt.formats import split_fine
+from vbrt.formats import code_fine, split_fine
 from vbrt.host import accelerator
 from vbrt.kernels import experts, reference, update
 from vbrt.kernels.cpu import build as cpu_build
@@ -86,6 +86,9 @@ KERNELS = (
     _reference("split_fine", run=split_fine),
     _compiled("split_fine", run=cpu_split.split, rank=1),
     _triton("split_fine", run=split_fine),
+    _reference("code_fine", run=code_fine),
+    _compiled("code_fine", run=code_fine),
+    _triton("code_fine", run=code_fine),
     _reference("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=cpu_encode.encode_many, formats=cpu_encode.FORMATS, rank=1),

@@ -282,13 +282,14 @@ def _training_plan(
 
 def _pages_on(swap: Swap, config: VBConfig, on_gpu: bool) -> tuple[PageSpec, ...]:
     device = torch.device(accelerator.TYPE if on_gpu else "cpu")
-    return _pages(swap, planned_packing(HandleSpec.of(swap, config), device))
+    spec = HandleSpec.of(swap, config)
+    return _pages(swap, planned_packing(spec, device), coded=spec.codes_fine(device))
 
 
-def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
+def _pages(swap: Swap, packing: PageOrder | None, *, coded: bool) -> tuple[PageSpec, ...]:
     """Return the pages of a weight without homes; static sizes are exact, the fine plane's is an upper bound."""
     by_rows = all(KINDS[site.kind].by_rows for site in swap.sites)
-    planes = _plane_bytes(swap, None if by_rows else packing)
+    planes = _plane_bytes(swap, None if by_rows else packing, coded=coded)
     if not swap.experts:
         return tuple(PageSpec(swap.site.page_key(plane), plane, n, by_rows=by_rows) for plane, n in planes.items())
     return tuple(
@@ -298,7 +299,7 @@ def _pages(swap: Swap, packing: PageOrder | None) -> tuple[PageSpec, ...]:
     )
 
 
-def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
+def _plane_bytes(swap: Swap, packing: PageOrder | None, *, coded: bool) -> dict[str, int]:
     """Return the bytes per page by plane: of the weight, or of one expert."""
     dtype, sites = getattr(torch, swap.dtype), (swap.site, *swap.parts)
     lossless = FORMATS[swap.format].lossless
@@ -314,7 +315,7 @@ def _plane_bytes(swap: Swap, packing: PageOrder | None) -> dict[str, int]:
         nbytes = max(nbytes, _joint_bytes(packing.layout(site.shape) for site in sites))
     if swap.fine == "none":
         return {"coarse": nbytes}
-    fine = sum(int(estimate_fine_bytes(site.shape, dtype) * 1.1) for site in sites)
+    fine = sum(int(estimate_fine_bytes(site.shape, dtype, coded=coded) * 1.1) for site in sites)
     return {"coarse": nbytes, "fine": -(-fine // PAGE_ALIGN) * PAGE_ALIGN + PAGE_ALIGN}
 
 

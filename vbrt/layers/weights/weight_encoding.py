@@ -65,6 +65,8 @@ class Encoder:
         self.packing: PageOrder | None = None
         self._encode_many = resolve("encode_many", spec.backend, device, spec.format).run
         self._split_fine = resolve("split_fine", spec.backend, device, spec.format).run
+        codes = spec.codes_fine(device)
+        self._code_fine = resolve("code_fine", spec.backend, device, spec.format).run if codes else None
 
     def split(self, weight: torch.Tensor, expert: int | None = None) -> Planes:
         """The planes of a weight in the module's orientation; nothing is stored. `expert`: whose it is.
@@ -110,8 +112,7 @@ class Encoder:
         for group in self._encode_many(self.format, w_ENK, self._amax(w_ENK), squares):
             coarse = list(group.planes(self.format.layout(spec.shape, spec.dtype)))
             for place, member in enumerate(group.members):
-                fine = self._split_fine(w_ENK[member], coarse[place], self.format) if spec.fine else None
-                found[member] = [(fine_layout(fine), fine)] if fine else []
+                found[member] = self._fine_pages(w_ENK[member], coarse[place])
             for member, page in zip(group.members, self._coarse_pages(group, coarse), strict=True):
                 found[member] = [page, *found[member]]
         return [found[member] for member in range(len(weights))]
@@ -139,10 +140,20 @@ class Encoder:
         ):  # which codes tell from weights
             coarse = compensated(self.format, w_NK, coarse, spec.inputs.moments)
         planes = [self._coarse_page(coarse)]
-        if spec.fine:
-            fine = self._split_fine(w_NK, coarse, self.format)
-            planes.append((fine_layout(fine), fine))
-        return planes
+        return [*planes, *self._fine_pages(w_NK, coarse)]
+
+    def _fine_pages(
+        self, w_NK: torch.Tensor, coarse: dict[str, torch.Tensor]
+    ) -> list[tuple[PageLayout, Mapping[str, torch.Tensor]]]:
+        """Return the fine plane's page, if the weight has one: coded, unless a plain one is smaller."""
+        if not self.spec.fine:
+            return []
+        coded = self._code_fine(w_NK, coarse, self.format) if self._code_fine else None
+        if coded is not None and fine_layout(coded).nbytes <= w_NK.numel():  # a plain one has 8 bits and more
+            return [(fine_layout(coded), coded)]
+        plain = self._split_fine(w_NK, coarse, self.format)
+        pages = [(fine_layout(fine), fine) for fine in (coded, plain) if fine is not None]
+        return [min(pages, key=lambda page: page[0].nbytes)]
 
     def _encoded(self, w_NK: torch.Tensor, squares: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         w_ENK = w_NK.unsqueeze(0)

@@ -8,6 +8,7 @@ import torch
 from vbrt.config import FORMATS, VBConfig
 from vbrt.errors import WrapError
 from vbrt.formats.error_feedback import Inputs
+from vbrt.formats.fine_plane import may_code
 from vbrt.residency.plan import Swap
 from vbrt.residency.weight_site import WeightSite
 
@@ -24,6 +25,7 @@ class HandleSpec:
     Attributes:
         site: of the weight in the model; the first one of several tied ones.
         dtype: of the stored weight.
+        fine_coding: `weights.fine_coding`, or the one of a save.
         by_rows: True for a lookup table whose rows are read in its home tier.
         inputs: weights of the encoding error by input channel, see `Swap.inputs`; None: uniform.
         homes: the tier of each plane.
@@ -33,6 +35,7 @@ class HandleSpec:
     dtype: torch.dtype
     format: str
     fine: bool = False
+    fine_coding: str = "auto"
     by_rows: bool = False
     backend: str = "auto"
     fp8: bool = False
@@ -50,6 +53,7 @@ class HandleSpec:
             dtype=getattr(torch, swap.dtype),
             format=swap.format,
             fine=swap.fine == "exact",
+            fine_coding="plain" if swap.experts else swap.fine_coding or config.weights.fine_coding,
             by_rows=swap.by_rows,
             backend=config.compute.backend,
             fp8=config.compute.fp8,
@@ -79,6 +83,11 @@ class HandleSpec:
     def lossless(self) -> bool:
         """True if the original weight comes back bit for bit."""
         return self.fine or self.dense
+
+    def codes_fine(self, device: torch.device) -> bool:
+        """True if the fine plane is coded, where that makes it smaller, for kernels of a device."""
+        asked = self.fine_coding == "coded" or (self.fine_coding == "auto" and device.type != "cpu")
+        return asked and self.fine and may_code(self.dtype)
 
     @property
     def dense(self) -> bool:

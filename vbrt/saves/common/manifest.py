@@ -9,8 +9,8 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import xxhash
 from vbrt.config import known_formats
 from vbrt.errors import CheckpointError, describe_os_error
 from vbrt.formats import FORMATS, get_format
-from vbrt.formats.fine_plane import WIDTH, fine_fields
+from vbrt.formats.fine_coding import CODED
+from vbrt.formats.fine_plane import WIDTH, fine_fields, may_code
 from vbrt.host.safe_files import read_bounded
 from vbrt.layers.modules.layer_kinds import KINDS
 from vbrt.residency.weight_site import WeightSite
@@ -100,7 +101,20 @@ class SavedLayer:
         kept = self.site.matrix_shape if FORMATS[self.format].lossless else self.site.shape
         layout = get_format(self.format).layout(kept, dtype)
         planes = {layout.plane: {field.name: (field.dtype, field.shape) for field in layout.fields}}
-        return planes | ({"fine": fine_fields(self.site.shape, dtype)} if self.fine else {})
+        coded_in = get_format(self.format) if self.coded and may_code(dtype) else None
+        return planes | ({"fine": fine_fields(self.site.shape, dtype, coded_in)} if self.fine else {})
+
+    @property
+    def coded(self) -> bool:
+        """True if the fine plane is coded."""
+        return CODED in self.planes.get("fine", ())
+
+    def as_written(self, tensors: Container[str]) -> "SavedLayer":
+        """Return the entry with the fine plane's tensors that are in the files: those of a coded one, or a plain one."""
+        if not self.fine or self.file_tensor("fine", CODED, self.matrices[0]) not in tensors:
+            return self
+        written = replace(self, planes={**self.planes, "fine": (CODED,)})
+        return replace(self, planes={plane: tuple(fields) for plane, fields in written.expected().items()})
 
     def to_json(self) -> dict[str, Any]:
         """Return the layer's manifest entry."""

@@ -69,7 +69,10 @@ def _here(config: VBConfig, backend: str = "reference") -> VBConfig:
 
 
 def _to_encode(config: VBConfig, device: torch.device) -> VBConfig:
-    """Return the config to encode with on a device that may lack kernels the config asks for."""
+    """Return the config to encode with on a device that may lack kernels the config asks for. Files are made small
+    whatever computes with them: fine planes are coded unless the config says otherwise."""
+    if config.weights.fine_coding == "auto":
+        config = replace(config, weights=replace(config.weights, fine_coding="coded"))
     if device.type == accelerator.TYPE:
         return config
     return _here(config, "reference" if config.compute.backend == "reference" else "auto")

@@ -113,7 +113,7 @@ def _with_weight(matrix: Matrix, planes: Mapping[str, Fields], shape: tuple[int,
     made = dict(planes)
     if matrix.fine:
         coarse, fine = dict(made["coarse"]), dict(made.pop("fine"))
-        merge = resolve("decode_weight", "auto", fine["low"].device, EXACT)
+        merge = resolve("decode_weight", "auto", fine["starts"].device, EXACT)
         made["weight"] = {"weight": merge(WeightPlanes(matrix.format, shape, matrix.dtype, coarse, fine))}
     return made
 

@@ -206,7 +206,7 @@ class SavedModel:
                     getattr(torch, layer.stored_dtype),
                 )
             except FormatError as error:
-                path = self._files[layer.file_tensor("fine", "low", matrix)].path
+                path = self._files[layer.file_tensor("fine", "starts", matrix)].path
                 raise _damaged(path, f"{layer.site.name}: {error}") from error
         return planes
 
@@ -303,6 +303,7 @@ def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
         dense_bytes=sites[0].parameters * getattr(torch, layer.stored_dtype).itemsize,
         format=layer.format,
         fine="exact" if layer.fine else "none",
+        fine_coding=("coded" if layer.coded else "plain") if layer.fine else "",
     )
 
 
