@@ -126,6 +126,15 @@ class Fine(ctypes.Structure):
     )
 
 
+class Coded(ctypes.Structure):
+    """`Coded` of coded.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("fours", "pairs", "extra", "escapes", "starts", "cells")),
+        *((name, ctypes.c_int64) for name in ("stream", "escaped", "columns", "mantissas")),
+    )
+
+
 class Bank(ctypes.Structure):
     """`Bank` of banks.h."""
 
@@ -321,7 +330,8 @@ def _declare_linear(library: ctypes.CDLL) -> None:
     library.vbrt_few.argtypes = (pointer,)
     library.vbrt_decode.argtypes = (weight, *[number] * 3, pointer, ctypes.c_int, ctypes.c_int)
     library.vbrt_panels.argtypes = (weight, ctypes.POINTER(Product), ctypes.c_int)
-    library.vbrt_merge.argtypes = (weight, ctypes.POINTER(Fine), pointer, pointer, number, ctypes.c_int)
+    fine = ctypes.POINTER(Fine), ctypes.POINTER(Coded)
+    library.vbrt_merge.argtypes = (weight, *fine, pointer, pointer, number, ctypes.c_int)
     library.vbrt_decode.restype = None
 
 

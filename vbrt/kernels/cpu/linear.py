@@ -25,12 +25,13 @@ from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.affine import Affine
 from vbrt.formats.block_formats import BlockFormat
 from vbrt.formats.eight_bits import FloatBytes, ScaledBytes
+from vbrt.formats.fine_coding import CODED, coded_fields
 from vbrt.formats.fine_plane import SPAN, WIDTH
 from vbrt.formats.format import Format, padded
 from vbrt.formats.sixteen_levels import Levels
 from vbrt.kernels import reference
 from vbrt.kernels.cpu import buffer_reuse, compiler
-from vbrt.kernels.cpu.build import NUMBERS, Fine, Product, Weight, library, offset_type, plane_fields, scale_type
+from vbrt.kernels.cpu.build import NUMBERS, Coded, Fine, Product, Weight, library, offset_type, plane_fields, scale_type
 
 __all__ = [
     "AFFINE",
@@ -231,9 +232,9 @@ def _merge(planes: WeightPlanes, *, turned: bool = False) -> Tensor:
     w = buffer_reuse.empty((k, n) if turned else (n, k), planes.dtype)
     threads, pitch = _threads(w.numel()), k + _GROUP if turned else k  # no power of two: rows share cache sets
     rows = torch.empty(threads, _GROUP, pitch, dtype=planes.dtype, device="cpu") if turned else None
-    fine = _fine(planes)
+    fine = (None, _coded(planes)) if CODED in (planes.fine or {}) else (_fine(planes), None)
     memory = None if rows is None else rows.data_ptr()
-    whole = library().vbrt_merge(_weight(planes), fine, w.data_ptr(), memory, pitch, threads)
+    whole = library().vbrt_merge(_weight(planes), *fine, w.data_ptr(), memory, pitch, threads)
     if not whole:
         raise FormatError("fine plane: its lists do not fit the codes of the coarse plane; the pages are damaged")
     return w
@@ -250,6 +251,19 @@ def _fine(planes: WeightPlanes) -> Fine:
     tensors = (low, nibbles, fine["side"], fine["escapes"], starts)
     counts = len(fine["side"]), len(fine["escapes"])
     return Fine(*(t.data_ptr() for t in tensors), *counts, k, sum(1 << code for code in fmt.wide_codes), width)
+
+
+def _coded(planes: WeightPlanes) -> Coded:
+    """C structure of a coded fine plane. Raises FormatError for tensors whose sizes do not match the weight."""
+    (n, k), fine, fmt = planes.shape, planes.fine or {}, get_format(planes.format)
+    wanted = coded_fields((n, k), fmt)
+    sizes = [tuple(fine[name].shape) for name, (_, shape) in wanted.items() if None not in shape]
+    codes = tuple(planes.coarse["codes"].shape)
+    if [*sizes, codes] != [*(shape for _, shape in wanted.values() if None not in shape), (n, padded(k, fmt.block) // 2)]:
+        raise FormatError(f"fine plane: its tensors are not those of a weight [{n}, {k}]; the pages are damaged")
+    tensors = (fine[name] for name in ("fours", "pairs", "extra", "escapes", "starts", CODED))
+    counts = len(fine["extra"]), len(fine["escapes"])
+    return Coded(*(t.data_ptr() for t in tensors), *counts, k, fmt.scale_mantissas)
 
 
 def _threads(work: int) -> int:

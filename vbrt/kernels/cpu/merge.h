@@ -12,9 +12,10 @@ typedef struct {
 } Fine;
 
 /* the next entry of each list */
-typedef struct { int64_t side, escape; } Cursor;
-
 #define LISTED 4096  /* weights per entry of `starts` */
+
+#include "coded.h"
+
 #define PART 2048  /* columns merged at a time */
 
 static inline int16_t ordinal(int16_t bits) { return bits ^ ((bits >> 15) & 0x7FFF); }
@@ -322,27 +323,35 @@ static void turn(const int16_t *rows, int64_t pitch, int64_t count, int64_t colu
     }
 }
 
-/* The original weight in bf16 or fp16, out [N, columns], or [columns, N] if `rows` is memory for GROUP rows per thread
+/* The original weight in bf16 or fp16 from one of the fine planes, out [N, columns], or [columns, N] if `rows` is memory for GROUP rows per thread
  * of `pitch` weights; 0 if the lists do not match the codes. */
-int vbrt_merge(const Weight *w, const Fine *f, int16_t *out, int16_t *rows, int64_t pitch, int threads) {
-    const int64_t step = rows ? GROUP : 1, steps = (w->rows + step - 1) / step;
+int vbrt_merge(const Weight *w, const Fine *f, const Coded *c, int16_t *out, int16_t *rows, int64_t pitch, int threads) {
+    const int64_t columns = c ? c->columns : f->columns, step = rows ? GROUP : 1, steps = (w->rows + step - 1) / step;
     int whole = 1;
-    Near near[256];
-    fill_near(w, f->width, near);
+    union { Near near[256]; Cells cells; } tables;
+    const Near *near = tables.near;
+    const Cells *cells = &tables.cells;
+    if (c) fill_cells(c, &tables.cells);
+    else fill_near(w, f->width, tables.near);
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(&& : whole)
     for (int part = 0; part < threads; part++) {
         const int64_t last = steps * (part + 1) / threads * step, end = last < w->rows ? last : w->rows;
         int64_t n = steps * part / threads * step;
-        Cursor at = find(w, f, n);
+        Cursor at = c ? coded_find(w, c, cells, n) : find(w, f, n);
         int fits = at.side >= 0 && at.escape >= 0;
         for (; fits && n < end; n += step) {
             const int64_t count = end - n < step ? end - n : step;
-            int16_t *to = rows ? rows + part * GROUP * pitch : out + n * f->columns;
-            for (int64_t r = 0; fits && r < count; r++) fits = merge_row(w, f, near, n + r, &at, to + r * pitch);
-            if (rows) turn(to, pitch, count, f->columns, out + n, w->rows);
+            int16_t *to = rows ? rows + part * GROUP * pitch : out + n * columns;
+            for (int64_t r = 0; fits && r < count; r++)
+                fits = c ? coded_row(w, c, cells, n + r, &at, to + r * pitch)
+                         : merge_row(w, f, near, n + r, &at, to + r * pitch);
+            if (rows) turn(to, pitch, count, columns, out + n, w->rows);
         }
-        const Cursor next = find(w, f, end);
-        whole = whole && fits && at.side == next.side && at.escape == next.escape;
+        if (c) whole = whole && fits && coded_fits(w, c, cells, end, at);
+        else {
+            const Cursor next = find(w, f, end);
+            whole = whole && fits && at.side == next.side && at.escape == next.escape;
+        }
     }
     return whole;
 }
