@@ -132,7 +132,16 @@ class Bench:
     def plan(self, preset: str) -> vbrt.Plan:
         return vbrt.make_plan(self.model, vbrt.load_config(preset, weights={"keep_head": True}))
 
-    def case(self, name: str, preset: str, *, gpu_bytes: int | None, limit_share: float = 1.0, **overrides) -> None:
+    def case(
+        self,
+        name: str,
+        preset: str,
+        *,
+        gpu_bytes: int | None,
+        limit_share: float = 1.0,
+        fine_coding: str = "auto",
+        **overrides,
+    ) -> None:
         """One row: `limit_share` of the raw bytes must come over the link."""
         gc.collect()
         torch.cuda.empty_cache()
@@ -141,7 +150,8 @@ class Bench:
         if self.prefetch is not None:
             overrides["policy"] = {"prefetch": self.prefetch}
         start = time.perf_counter()
-        vb = vbrt.wrap(share(self.model), preset, weights={"keep_head": True}, tiers=tiers, **overrides).materialize()
+        weights = {"keep_head": True, "fine_coding": fine_coding}
+        vb = vbrt.wrap(share(self.model), preset, weights=weights, tiers=tiers, **overrides).materialize()
         torch.cuda.synchronize()
         row = {"case": name, "ready_s": time.perf_counter() - start, "gpu_budget_bytes": gpu_bytes}
         torch.cuda.reset_peak_memory_stats()
@@ -174,6 +184,7 @@ class Bench:
             ),
             "dense-half": lambda: self.case("dense-half", "dense", gpu_bytes=half, limit_share=0.5),
             "exact": lambda: self.case("exact", "exact", gpu_bytes=fp4 + (900 << 20)),
+            "exact-plain": lambda: self.case("exact-plain", "exact", gpu_bytes=fp4 + (900 << 20), fine_coding="plain"),
             "fp4-ring": lambda: self.case("fp4-ring", "fp4", gpu_bytes=110 << 20),
             "fp4-half": lambda: self.case("fp4-half", "fp4", gpu_bytes=fp4 // 2),
             "fp4-resident": lambda: self.case("fp4-resident", "fp4", gpu_bytes=None),

@@ -33,8 +33,8 @@ Scales are searched for least squared error, not set by absmax; those of `t3` fo
 padded to the block with zeros inside the page. NaN and Inf are refused by layer name. The order in which a block's
 errors are summed (halves, then halves of the sums) is part of the format, so that all devices agree.
 
-**Fine plane** (`fine_plane.py`; coded, `fine_coding.py`): for bf16 and fp16. Under `exact`, fp32 layers are held dense, which is exact too, and
-the plan says so. `mxint8` has none: a matrix is 8 bits a weight or 4.
+**Fine plane** (`fine_plane.py`; coded, `fine_coding.py`): for bf16 and fp16. Under `exact`, fp32 layers are held dense,
+which is exact too, and the plan says so. `mxint8` has none: a matrix is 8 bits a weight or 4.
 
 **8 bits.** MXFP8 has the size and the scales of `mxint8`, and on the trained model nine times the KL: .00096 with all
 linear layers in it, where `mxint8` has .00010 and `nvfp4` .0093 (docs/accuracy.md). E4M3 spends four bits on an

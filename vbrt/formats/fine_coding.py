@@ -35,6 +35,7 @@ __all__ = [
     "CODED",
     "SPAN",
     "check_coded",
+    "choose_cells",
     "code_fine",
     "coded_fields",
     "decode_coded",
@@ -52,7 +53,7 @@ _OCTAVE = 128  # bf16 values
 _OCTAVES = 6  # that symbols tell apart; 5 in signed cells, so that eight weights have 56 extra bits at most
 _ALL = slice(None)
 _BINS, _LOWEST = 1024, -768  # offsets that the encoder's histogram tells apart
-_SAMPLE = 1 << 20  # weights in the histogram
+_SAMPLE = 1 << 18  # weights in the histogram
 _TRIMS = (63, 12, 10, 8, 6)  # candidates: a cell may leave out 2^-trim of its weights at each end
 
 

@@ -160,8 +160,7 @@ def merge_fine(
 def fine_fields(
     shape: tuple[int, int], dtype: torch.dtype, coded_in: Format | None = None
 ) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Name -> dtype and shape of `split_fine`'s tensors, or, for a format, of `code_fine`'s; None for the lengths of the
-    lists."""
+    """Name -> dtype and shape of `split_fine`'s tensors, or, for a format, of `code_fine`'s; None: any length."""
     if coded_in is not None:
         return coded_fields(shape, _check(dtype, coded_in))
     n, k = shape
@@ -212,9 +211,7 @@ def fine_layout(fine: dict[str, Tensor], format: str = "") -> PageLayout:
     return build_layout(format, "fine", fields)
 
 
-def estimate_fine_bytes(
-    shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, *, coded: bool = False
-) -> int:
+def estimate_fine_bytes(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, *, coded: bool = False) -> int:
     """Estimate for planning, before page padding: 8.875 bits per weight in bf16, 12.875 in fp16; 7 if coded, and the
     table of cells.
 

@@ -87,7 +87,7 @@ KERNELS = (
     _compiled("split_fine", run=cpu_split.split, rank=1),
     _triton("split_fine", run=split_fine),
     _reference("code_fine", run=code_fine),
-    _compiled("code_fine", run=code_fine),
+    _compiled("code_fine", run=cpu_split.code, rank=1),
     _triton("code_fine", run=code_fine),
     _reference("encode_many", run=reference.encode_many),
     _compiled("encode_many", run=reference.encode_many),

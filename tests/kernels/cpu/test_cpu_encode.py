@@ -6,11 +6,11 @@ import torch
 from tests.kernels.cuda.test_encode import DTYPES, SHAPES, as_bytes, weight
 from tests.matrix import matrix
 from vbrt.config import load_config
-from vbrt.formats import get_format, split_fine
+from vbrt.formats import code_fine, get_format, split_fine
 from vbrt.formats.fine_plane import WIDTH
 from vbrt.formats.quantile import magnitude_quantiles
 from vbrt.kernels import resolve
-from vbrt.kernels.cpu import build, encode, split
+from vbrt.kernels.cpu import build, compiler, encode, split
 from vbrt.saves.load import save_units
 
 CPU = torch.device("cpu")
@@ -89,6 +89,27 @@ def test_fine_planes_are_split_in_c(name, shape, dtype, threads, monkeypatch):
     w, fmt = hard(shape, dtype, 2.0), get_format(name)
     for coarse in (fmt.encode(w), fmt.encode(w.flip(0))):  # one of another weight, so that the lists are long
         same(split.split_in_c(w, coarse, fmt), split_fine(w, coarse, fmt))
+
+
+@pytest.fixture(params=[None, "x86-64"])
+def instructions(request, use_library, library_for):
+    """The encoder built for an instruction set; None: this CPU's own."""
+    if request.param is not None:
+        sets = {each.name: each for each in compiler.served(compiler.machine(), compiler.cpu_features())}
+        if request.param not in sets:
+            pytest.skip(f"this CPU has no {request.param}")
+        use_library("encode", library_for("encode", sets[request.param]))
+
+
+@built
+@matrix(name=BLOCKS, shape=[*ODD, (3, 4097), (2, 9000)], threads=(1, 3))
+def test_fine_planes_are_coded_in_c(name, shape, threads, instructions, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(split, "_STEP", 1000)
+    w, fmt = hard(shape, torch.bfloat16, 2.0), get_format(name)
+    for coarse in (fmt.encode(w), fmt.encode(w.flip(0))):  # one of another weight, so that there are escapes
+        same(split.code_in_c(w, coarse, fmt), code_fine(w, coarse, fmt))
 
 
 @built

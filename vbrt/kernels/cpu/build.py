@@ -394,6 +394,9 @@ def _declare_encode(library: ctypes.CDLL) -> None:
     library.vbrt_count_patterns.argtypes = (pointer, number, pointer, ctypes.c_int)
     library.vbrt_count_beyond.argtypes = (pointer, pointer, single, single, ctypes.c_int)
     library.vbrt_split_fine.argtypes = (pointer, number, number, pointer, ctypes.c_int)
+    library.vbrt_code_fine.argtypes = (pointer, number, number, pointer, ctypes.c_int)
+    library.vbrt_append_bits.argtypes = (pointer, number, pointer, number)
+    library.vbrt_code_fine.restype = library.vbrt_append_bits.restype = None
     library.vbrt_encode.restype = library.vbrt_encode_levels.restype = None
     library.vbrt_count_patterns.restype = library.vbrt_split_fine.restype = None
     library.vbrt_count_beyond.restype = number

@@ -326,3 +326,4 @@ int64_t vbrt_count_beyond(const Encoding *e, const uint8_t *bytes, float unit, f
 }
 
 #include "split.h"
+#include "code.h"

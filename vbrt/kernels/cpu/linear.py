@@ -256,10 +256,9 @@ def _fine(planes: WeightPlanes) -> Fine:
 def _coded(planes: WeightPlanes) -> Coded:
     """C structure of a coded fine plane. Raises FormatError for tensors whose sizes do not match the weight."""
     (n, k), fine, fmt = planes.shape, planes.fine or {}, get_format(planes.format)
-    wanted = coded_fields((n, k), fmt)
-    sizes = [tuple(fine[name].shape) for name, (_, shape) in wanted.items() if None not in shape]
-    codes = tuple(planes.coarse["codes"].shape)
-    if [*sizes, codes] != [*(shape for _, shape in wanted.values() if None not in shape), (n, padded(k, fmt.block) // 2)]:
+    wanted = {name: shape for name, (_, shape) in coded_fields((n, k), fmt).items() if None not in shape}
+    sizes = {name: tuple(fine[name].shape) for name in wanted}
+    if sizes != wanted or tuple(planes.coarse["codes"].shape) != (n, padded(k, fmt.block) // 2):
         raise FormatError(f"fine plane: its tensors are not those of a weight [{n}, {k}]; the pages are damaged")
     tensors = (fine[name] for name in ("fours", "pairs", "extra", "escapes", "starts", CODED))
     counts = len(fine["extra"]), len(fine["escapes"])

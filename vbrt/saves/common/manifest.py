@@ -110,7 +110,7 @@ class SavedLayer:
         return CODED in self.planes.get("fine", ())
 
     def as_written(self, tensors: Container[str]) -> "SavedLayer":
-        """Return the entry with the fine plane's tensors that are in the files: those of a coded one, or a plain one."""
+        """Return the entry with the fine plane's tensors that are in the files: of a coded one, or of a plain one."""
         if not self.fine or self.file_tensor("fine", CODED, self.matrices[0]) not in tensors:
             return self
         written = replace(self, planes={**self.planes, "fine": (CODED,)})

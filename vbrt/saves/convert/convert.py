@@ -77,7 +77,8 @@ def convert(
             tensors = _write_files(files, journal, work)
         copy_companions(source.path, directory)
         complete(directory)
-        manifest = Manifest(config.to_dict(), tuple(layer.as_written(tensors) for layer in pieces.layers), tuple(pieces.kept), tensors)
+        layers = tuple(layer.as_written(tensors) for layer in pieces.layers)
+        manifest = Manifest(config.to_dict(), layers, tuple(pieces.kept), tensors)
         write_file(directory / MANIFEST, to_json(manifest))
     except OSError as error:
         raise CheckpointError(
