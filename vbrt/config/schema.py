@@ -139,8 +139,8 @@ def _activations(value: object, where: str) -> int | str:
 class WeightsConfig(Section):
     """Selection of weights to swap, and their formats.
 
-    fine_coding: "coded": fine planes of bf16 weights take 6.7 bits a weight, near their entropy, and not the 8.6 of "plain"
-    ones; a plane that this makes larger stays plain. "auto" codes them where a GPU computes, and in conversions.
+    fine_coding: "coded": fine planes of bf16 weights take 6.7 bits a weight, near their entropy; "plain": 8.6. A plane
+    that coding makes larger stays plain. "auto" codes them where a GPU computes, and in conversions.
     include, exclude: fnmatch patterns on module names; a module is swapped if any of `include` and none of `exclude`
     matches. min_parameters: weights with fewer elements stay dense. keep_head: output heads stay dense.
     embeddings: lookup tables (nn.Embedding) are swapped too. "auto" of both: heads and tables stay dense, but

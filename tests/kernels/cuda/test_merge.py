@@ -7,7 +7,7 @@ import torch
 from tests import forked
 from tests.kernels.cuda.gpu_cases import compiled
 from tests.matrix import matrix
-from vbrt.formats import WeightPlanes, get_format, merge_fine, split_fine
+from vbrt.formats import WeightPlanes, code_fine, get_format, merge_fine, split_fine
 from vbrt.formats.fine_plane import SPAN
 from vbrt.kernels import resolve
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
@@ -18,9 +18,10 @@ from vbrt.libraries.triton_api import fp_fusion
 FORMATS = ("nvfp4", "mxfp4", "nf4", "quantile")
 
 
-def planes_of(w, name):
+def planes_of(w, name, *, coded=False):
     coarse = get_format(name).encode(w)
-    return WeightPlanes(name, tuple(w.shape), w.dtype, coarse, split_fine(w, coarse, get_format(name)))
+    fine = (code_fine if coded else split_fine)(w, coarse, get_format(name))
+    return WeightPlanes(name, tuple(w.shape), w.dtype, coarse, fine)
 
 
 def tiled(planes):
@@ -64,6 +65,30 @@ def test_the_kernel_gives_every_bit_back_in_the_interpreter():
                     out = torch.full_like(w, float("nan"))
                     merge.launch(planes, out)
                     assert torch.equal(out.view(torch.int16), w.view(torch.int16)), (name, dtype)
+        print("same bits")
+    """
+    done = forked.run(textwrap.dedent(code), interpreted=True)
+    assert done.stdout.strip() == "same bits", done.stderr
+
+
+def test_the_kernel_of_coded_planes_gives_every_bit_back_in_the_interpreter():
+    pytest.importorskip("triton")
+    code = """
+        import torch
+        from tests.kernels.cuda.test_merge import FORMATS, TILED, planes_of, tiled
+        from vbrt.kernels.cuda.fine import merge
+        torch.manual_seed(0)
+        for name in FORMATS:
+            for shape in ((33, 640), (32, 1024)):
+                w = (torch.randn(shape) * torch.exp(3 * torch.randn(shape[0], 1))).bfloat16()
+                w[0, :7], w[1, 5], w[2, 3], w[3, 0] = 0, -0.0, 1e-30, 6e-8
+                planes = planes_of(w, name, coded=True)
+                assert len(planes.fine["escapes"])
+                for planes in (planes, tiled(planes))[: 1 + (name in TILED)]:
+                    for read in merge.READS:
+                        out = torch.full_like(w, float("nan"))
+                        merge.launch_coded(planes, out, read=read)
+                        assert torch.equal(out.view(torch.int16), w.view(torch.int16)), (name, shape, read)
         print("same bits")
     """
     done = forked.run(textwrap.dedent(code), interpreted=True)
@@ -154,6 +179,20 @@ def test_the_kernel_compiles(capability, width, words):
     assert "st.global" in compiled.asm["ptx"]
 
 
+@matrix(read=merge.READS, words=[0, 288], capability=[90, 80, 100, 120], at_most=3)
+def test_the_kernel_of_coded_planes_compiles(capability, words, read):
+    pytest.importorskip("triton")
+    from vbrt.kernels.cuda.fine.coded_triton import coded_kernel
+
+    types = {"code_ptr": "*i32", "scale_ptr": "*u8", "tensor_scale_ptr": "*fp32", "four_ptr": "*i32"}
+    types |= {"pair_ptr": "*i16", "extra_ptr": "*i32", "escape_ptr": "*i16", "start_ptr": "*i32", "cell_ptr": "*i32"}
+    types |= {"out_ptr": "*i16", "total": "i32", "columns": "i32"}
+    constants = {"SPAN": SPAN, "BLOCK": 16, "MANTISSAS": 8, "TILE_WORDS": words, "TOP_FIELD": 0, "SIGNED": False}
+    constants |= {"WHOLE": words == 0, "READ": read}
+    done = compiled(coded_kernel, types, constants, capability, aligned=tuple(types), gluon=False)
+    assert "st.global.v4.b32" in done.asm["ptx"]
+
+
 def test_what_the_kernel_does_not_serve_goes_to_the_reference():
     w = torch.randn(4, 128).bfloat16()
     assert not merge.serves(planes_of(w, "nvfp4"))  # on a CPU
@@ -184,6 +223,27 @@ def test_decode_on_a_gpu_gives_every_bit_back_without_a_synchronization(name, dt
             torch.cuda.set_sync_debug_mode("default")
     else:
         assert shape[1] % get_format(name).block
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(64, 4096), (1, 64), (1000, 2752), (33, 100), (4097, 4096)])
+def test_a_coded_plane_on_a_gpu_gives_every_bit_back_without_a_synchronization(name, shape):
+    torch.manual_seed(0)
+    spread = torch.exp(2 * torch.randn(shape[0], 1, device="cuda"))
+    w = (torch.randn(shape, device="cuda") * spread).bfloat16()
+    planes = planes_of(w, name, coded=True)
+    on_cpu = code_fine(w.cpu(), {field: t.cpu() for field, t in planes.coarse.items()}, get_format(name))
+    assert all(torch.equal(planes.fine[field].cpu(), on_cpu[field]) for field in on_cpu)
+    decode = resolve("decode_weight", "auto", w.device)
+    for each in (planes, tiled(planes))[: 1 + (name in TILED and merge.serves(planes))]:
+        assert torch.equal(decode(each).view(torch.int16), w.view(torch.int16))
+        if merge.serves(each):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                decode(each)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

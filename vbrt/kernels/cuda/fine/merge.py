@@ -18,10 +18,12 @@ from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, TOP_FIELD, is_tiled, re
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["FIELDS", "merge", "merge_experts", "serves", "serves_shape", "why_not_experts"]
+__all__ = ["FIELDS", "READS", "launch_coded", "merge", "merge_experts", "serves", "serves_shape", "why_not_experts"]
 
 #: what a row of `merge_experts`' table has of a matrix: fields of its planes, and of its format's tables
 FIELDS = ("codes", "scales", "tensor_scale", "levels", "values", "low", "nibbles", "side", "escapes", "starts")
+#: how `coded_kernel` can read extra bits: by weight, or by eight
+READS = (0, 1)
 _WARPS = 4
 
 
