@@ -23,6 +23,7 @@ WRONG_VALUES = [
     ),
     ("weights.format", 4, '4; expected "nvfp4", "mxfp4", "nf4", "quantile", "mxint8", "t3", "dense" or "auto"'),
     ("weights.fine", True, 'true; expected "none" or "exact"'),
+    ("weights.fine_coding", True, 'true; expected "auto", "plain" or "coded"'),
     ("weights.include", "*.mlp.*", f'"*.mlp.*"; {PATTERNS}'),
     ("weights.include", [], '[]; expected at least one pattern; ["*"] takes every layer'),
     ("weights.exclude", ["a", 3], f"['a', 3]; {PATTERNS}, not 3 in it"),

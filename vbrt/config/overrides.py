@@ -40,6 +40,7 @@ class WeightsOverrides(TypedDict, total=False):
 
     format: str
     fine: Literal["none", "exact"]
+    fine_coding: Literal["auto", "plain", "coded"]
     include: list[str] | tuple[str, ...]
     exclude: list[str] | tuple[str, ...]
     min_parameters: int

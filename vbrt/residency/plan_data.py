@@ -41,7 +41,8 @@ class Swap:
             that hold the same parameters.
         parts: for routed experts, sites of the module's other parameters, whose matrices are in the same pages.
         dtype: torch's name of the weight's dtype.
-        fine_coding: of the fine planes of a save; "": as the config has it.
+        fine_coding: "plain": so are the fine planes of a save, and stay so unless the config says otherwise; "": as the
+            config has it.
         published: True if its planes are a checkpoint's own, unchanged.
         down_format: format of the last part's matrices, if other than `format`: a Q4_K_M file's are in Q4_K and Q6_K.
         experts, top_k: experts of the layer, and per token; 0 for other weights. Routed experts have one page per plane
@@ -59,7 +60,7 @@ class Swap:
     tied: tuple[WeightSite, ...] = ()
     parts: tuple[WeightSite, ...] = ()
     note: str = ""
-    fine_coding: str = ""
+    fine_coding: str = field(default="", compare=False)
     published: bool = False
     down_format: str = ""
     experts: int = 0

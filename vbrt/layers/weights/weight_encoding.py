@@ -9,15 +9,16 @@ import torch
 
 from vbrt.config import FORMATS
 from vbrt.errors import FormatError
-from vbrt.formats import get_format
+from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.error_feedback import compensated
+from vbrt.formats.fine_coding import CODED
 from vbrt.formats.fine_plane import fine_layout
 from vbrt.formats.fitted_codebook import Separation
 from vbrt.formats.format import EncodedGroup
 from vbrt.formats.page import Incoming, PageLayout
 from vbrt.host.logger import say
 from vbrt.host.mapped_weights import populate
-from vbrt.kernels import PageOrder, resolve
+from vbrt.kernels import EXACT, PageOrder, resolve
 from vbrt.layers.weights.weight_shards import agreed_amax, gathered
 from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.libraries.torch_api import has_overlap
@@ -202,8 +203,18 @@ class Encoder:
         if spec.dense:
             return [(self.format.layout(spec.weight_shape, spec.dtype), planes["dense"])]
         coarse = {name: t.to(self.device) if self.packing else t for name, t in planes["coarse"].items()}
-        fine = [(fine_layout(planes["fine"]), planes["fine"])] if spec.fine else []
-        return [self._coarse_page(coarse), *fine]
+        return [self._coarse_page(coarse), *(self._fine_as_asked(planes) if spec.fine else [])]
+
+    def _fine_as_asked(
+        self, planes: Mapping[str, dict[str, torch.Tensor]]
+    ) -> list[tuple[PageLayout, Mapping[str, torch.Tensor]]]:
+        """Return the page of an encoded fine plane, in the form that the spec asks for."""
+        spec, fine = self.spec, planes["fine"]
+        if (CODED in fine) == spec.codes_fine(self.device):
+            return [(fine_layout(fine), fine)]
+        coarse, fine = ({name: t.to(self.device) for name, t in planes[plane].items()} for plane in ("coarse", "fine"))
+        decode = resolve("decode_weight", spec.backend, self.device, EXACT).run
+        return self._fine_pages(decode(WeightPlanes(spec.format, spec.shape, spec.dtype, coarse, fine)), coarse)
 
     def encoded_layout(self, layout: PageLayout) -> PageLayout:
         """The layout of a stored plane as the format encodes it."""

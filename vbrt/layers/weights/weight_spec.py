@@ -25,7 +25,7 @@ class HandleSpec:
     Attributes:
         site: of the weight in the model; the first one of several tied ones.
         dtype: of the stored weight.
-        fine_coding: `weights.fine_coding`, or the one of a save.
+        fine_coding: `weights.fine_coding`, or "plain" for the planes of a save under "auto".
         by_rows: True for a lookup table whose rows are read in its home tier.
         inputs: weights of the encoding error by input channel, see `Swap.inputs`; None: uniform.
         homes: the tier of each plane.
@@ -35,7 +35,7 @@ class HandleSpec:
     dtype: torch.dtype
     format: str
     fine: bool = False
-    fine_coding: str = "auto"
+    fine_coding: str = field(default="auto", compare=False)
     by_rows: bool = False
     backend: str = "auto"
     fp8: bool = False
@@ -53,7 +53,7 @@ class HandleSpec:
             dtype=getattr(torch, swap.dtype),
             format=swap.format,
             fine=swap.fine == "exact",
-            fine_coding="plain" if swap.experts else swap.fine_coding or config.weights.fine_coding,
+            fine_coding=_fine_coding(swap, config.weights.fine_coding),
             by_rows=swap.by_rows,
             backend=config.compute.backend,
             fp8=config.compute.fp8,
@@ -144,3 +144,9 @@ class HandleSpec:
             f"{name}: {what} is not possible while it lives in the tiers: unwrap() first; apply weight_norm, "
             "spectral_norm and parametrizations before wrapping"
         )
+
+
+def _fine_coding(swap: Swap, asked: str) -> str:
+    if swap.experts:  # one kernel merges them all, and finds their fields in a table
+        return "plain"
+    return swap.fine_coding or asked if asked == "auto" else asked

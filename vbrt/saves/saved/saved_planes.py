@@ -128,7 +128,7 @@ class SavedModel:
                 f'{asked.source}: weights.calibrate = "{text}", and {self.path} has planes, which are not '
                 "encoded again: load a checkpoint of the dense model"
             )
-        return replace(asked, weights=saved.weights)
+        return replace(asked, weights=replace(saved.weights, fine_coding=asked.weights.fine_coding))
 
     def outline_(self, model: nn.Module) -> None:
         """See `Source`."""
@@ -303,7 +303,7 @@ def _swap(layer: SavedLayer, modules: Mapping[str, nn.Module]) -> Swap:
         dense_bytes=sites[0].parameters * getattr(torch, layer.stored_dtype).itemsize,
         format=layer.format,
         fine="exact" if layer.fine else "none",
-        fine_coding=("coded" if layer.coded else "plain") if layer.fine else "",
+        fine_coding="plain" if layer.fine and not layer.coded else "",
     )
 
 
