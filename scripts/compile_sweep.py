@@ -39,6 +39,7 @@ import torch  # after the checkout is on the path
 
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.block_formats import Range
+from vbrt.formats.fine_coding import coded_fields
 from vbrt.formats.joint_planes import join_layouts
 from vbrt.kernels.cuda import devices, kv_pages, launcher, step_ops, tuned_configs
 from vbrt.kernels.cuda.e2m1 import encode, fused_linear, launches
@@ -283,6 +284,16 @@ def _merges(capability: int) -> Iterator[Callable[[], Any]]:
             weight = _tiled(format, n, k)
             tiles = {e2m1_linear.TILES: weight.tiles, "tensor_scale": weight.scale}
             yield partial(merge.merge, WeightPlanes(format, shape, dtype, tiles, fine))
+    for format in (*TILED, *table_linear.FORMATS):
+        fields, lists = coded_fields(shape, get_format(format)), {"extra": (n,), "escapes": (n,)}
+        fine = {
+            name: _empty(*lists.get(name, size), dtype=getattr(torch, dtype)) for name, (dtype, size) in fields.items()
+        }
+        yield partial(merge.merge, WeightPlanes(format, shape, _BF16, _coarse(format, n, k), fine))
+        if format in TILED:
+            weight = _tiled(format, n, k)
+            tiles = {e2m1_linear.TILES: weight.tiles, "tensor_scale": weight.scale}
+            yield partial(merge.merge, WeightPlanes(format, shape, _BF16, tiles, fine))
 
 
 def _encoders(capability: int) -> Iterator[Callable[[], Any]]:

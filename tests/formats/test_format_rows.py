@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vbrt.formats import get_format, row_decoding
+from vbrt.formats import code_fine, get_format, row_decoding
 from vbrt.formats.fine_plane import fine_layout, split_fine
 from vbrt.formats.row_decoding import Rows, coarse_rows, exact_rows
 
@@ -45,4 +45,24 @@ def test_rows_of_both_planes_are_the_originals_bit_for_bit(format, dtype, column
     assert len(fine["escapes" if format == "quantile" else "side"])
     planes = rows_of(fmt.layout((9, columns), dtype), coarse), rows_of(fine_layout(fine), fine)
     found = exact_rows(*planes, fmt, (9, columns), dtype, index)
+    assert torch.equal(found.view(torch.int16), weight[index].view(torch.int16))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("columns", [33, 768, 4096, 5000])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("as_on", ["cpu", "gpu"])
+def test_rows_of_a_coded_plane_are_the_originals_bit_for_bit(format, columns, as_on, monkeypatch):
+    if as_on == "gpu":
+        monkeypatch.setattr(row_decoding, "_take_counted", row_decoding._take_for_all)
+    monkeypatch.setattr("vbrt.formats.row_decoding._CHUNK_WEIGHTS", 3 * columns)
+    torch.manual_seed(0)
+    weight = (torch.randn(9, columns) * torch.exp(2 * torch.randn(9, columns)) / 100).bfloat16()
+    weight[0, :5] = 0
+    fmt, index = get_format(format), torch.tensor([8, 0, 1, 4, 8])
+    coarse = fmt.encode(weight)
+    fine = code_fine(weight, coarse, fmt)
+    assert len(fine["escapes"])
+    planes = rows_of(fmt.layout((9, columns), weight.dtype), coarse), rows_of(fine_layout(fine), fine)
+    found = exact_rows(*planes, fmt, (9, columns), weight.dtype, index)
     assert torch.equal(found.view(torch.int16), weight[index].view(torch.int16))

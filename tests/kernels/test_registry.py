@@ -57,7 +57,7 @@ def test_an_op_of_a_layer_is_registered_once_for_each_backend_and_format(op):
         (
             "convolution",
             "auto",
-            "'convolution'; expected one of code_fine, codec, decode_weight, encode_many, experts_down, experts_sum, experts",
+            "'convolution'; expected one of code_fine, codec, decode_weight, encode_many, experts_down, experts_sum",
         ),
         ("nothing_registered", "triton", "nothing_registered"),
         ("linear", "triton", "op 'linear': no 'triton' implementation for device 'cpu'"),
@@ -156,7 +156,7 @@ def test_a_kernel_that_replaces_one_of_vbrt_runs_in_wrapped_models(registers):
     [
         ("linear", "kernel 'linear'; expected a vbrt.kernels.Kernel"),
         (Kernel("linear", "compiled", None), "expected a vbrt.kernels.Kernel whose run is a function"),
-        (Kernel("convolve", "compiled", fast), "op 'convolve'; expected one of code_fine, codec, decode_weight, .*linear"),
+        (Kernel("convolve", "compiled", fast), "op 'convolve'; expected one of code_fine, codec, .*linear"),
         (Kernel("linear", "cutlass", fast), "backend 'cutlass' for op 'linear'; expected one of reference, compiled"),
         (Kernel("linear", "compiled", fast, formats=("int5",)), "format 'int5'; expected one of nvfp4, .*exact"),
         (Kernel("linear", "compiled", fast, formats="nf4"), "formats = 'nf4'; expected a tuple of names, or None"),

@@ -35,6 +35,7 @@ HOLDINGS = [
     ({"format": "nf4"}, torch.float16),
     ({"format": "quantile"}, torch.bfloat16),
     ({"format": "mxint8"}, torch.float32),
+    ({"fine": "exact", "fine_coding": "coded"}, torch.bfloat16),
 ]
 EXACT, FP4 = HOLDINGS[3], HOLDINGS[5]
 
