@@ -38,8 +38,8 @@ which is exact too, and the plan says so. `mxint8` has none: a matrix is 8 bits 
 
 **Coded fine planes.** An entropy coder (ANS, Huffman) would come to 6.4 to 6.6 bits where this one takes 6.7
 (scripts/fine_rates.py), but decodes its symbols one behind the other: parallel ones cut the stream into hundreds of
-pieces a page. Here cell and symbol say how long a weight is, and a prefix sum where it begins, on every device. In fp16,
-where 3 bits more of the mantissa are noise, planes stay plain.
+pieces a page. Here cell and symbol say how long a weight is, and a prefix sum where it begins, on every device. In
+fp16, where 3 bits more of the mantissa are noise, planes stay plain.
 
 **8 bits.** MXFP8 has the size and the scales of `mxint8`, and on the trained model nine times the KL: .00096 with all
 linear layers in it, where `mxint8` has .00010 and `nvfp4` .0093 (docs/accuracy.md). E4M3 spends four bits on an

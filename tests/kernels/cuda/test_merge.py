@@ -95,14 +95,14 @@ def test_the_kernel_of_coded_planes_gives_every_bit_back_in_the_interpreter():
     assert done.stdout.strip() == "same bits", done.stderr
 
 
-def places_of(weights, name):
+def places_of(weights, name, *, coded=False):
     """The planes of some weights, and where their fields lie, behind two columns of another matrix."""
-    planes = [planes_of(w, name) for w in weights]
+    planes = [planes_of(w, name, coded=coded) for w in weights]
     rows, tensors = [], []
     for each in planes:
         levels, values, scale = get_format(name).tables(each.coarse)
         fields = {**each.coarse, **each.fine, "tensor_scale": scale, "levels": levels, "values": values}
-        own = [fields.get(field, fields["low"]) for field in merge.FIELDS]
+        own = [fields.get(field, fields["starts"]) for field in (merge.CODED_FIELDS if coded else merge.FIELDS)]
         tensors.append(own)
         rows.append([0, 0, *(tensor.data_ptr() for tensor in own)])
     return tensors, torch.tensor(rows, device=weights[0].device)
@@ -116,10 +116,11 @@ def test_the_kernel_merges_many_experts_in_one_launch_in_the_interpreter():
         from vbrt.kernels.cuda.fine import merge
         torch.manual_seed(0)
         for name in FORMATS:
-            for dtype in (torch.bfloat16, torch.float16):
+            for dtype, coded in ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)):
                 w = (torch.randn(3, 32, 640) * torch.exp(3 * torch.randn(3, 32, 1))).to(dtype)
-                held, places = places_of(w, name)
-                out = merge.merge_experts(places, torch.tensor([2, -1, 0]), (32, 640), dtype, name, first=2)
+                held, places = places_of(w, name, coded=coded)
+                experts, shape = torch.tensor([2, -1, 0]), (32, 640)
+                out = merge.merge_experts(places, experts, shape, dtype, name, first=2, coded=coded)
                 want = torch.stack((w[2], torch.zeros_like(w[1]), w[0]))
                 assert torch.equal(out.view(torch.int16), want.view(torch.int16)), (name, dtype)
         print("same bits")
@@ -139,6 +140,19 @@ def test_the_kernel_of_many_experts_compiles(capability, width):
     aligned = ("out_ptr", "total", "columns")
     done = compiled(merge_experts_kernel, types, constants, capability, warps=8, aligned=aligned, gluon=False)
     assert "ld.global.v4.b32" in done.asm["ptx"] and "st.global.v4.b32" in done.asm["ptx"]
+
+
+@matrix(capability=[90, 80, 75, 120], at_most=1)
+def test_the_kernel_of_many_coded_experts_compiles(capability):
+    pytest.importorskip("triton")
+    from vbrt.kernels.cuda.fine.coded_triton import coded_experts_kernel
+
+    types = {"place_ptr": "*i64", "expert_ptr": "*i64", "out_ptr": "*i16"}
+    types |= dict.fromkeys(("total", "columns", "first", "fields"), "i32")
+    constants = merge._coded_constants("nvfp4", SPAN)
+    aligned = ("out_ptr", "total", "columns")
+    done = compiled(coded_experts_kernel, types, constants, capability, aligned=aligned, gluon=False)
+    assert "st.global.v4.b32" in done.asm["ptx"]
 
 
 @matrix(width=[8, 12], words=[0, 288], capability=[80, 100, 90, 120], at_most=3)
@@ -249,16 +263,17 @@ def test_a_coded_plane_on_a_gpu_gives_every_bit_back_without_a_synchronization(n
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(64, 4096), (33, 128), (1536, 2048)])
-def test_many_experts_on_a_gpu_have_every_bit_without_a_synchronization(name, shape):
+@pytest.mark.parametrize("coded", [False, True])
+def test_many_experts_on_a_gpu_have_every_bit_without_a_synchronization(name, shape, coded):
     torch.manual_seed(0)
     w = (torch.randn(5, *shape, device="cuda") * torch.exp(torch.randn(5, shape[0], 1, device="cuda"))).bfloat16()
-    held, places = places_of(w, name)
+    held, places = places_of(w, name, coded=coded)
     experts = torch.tensor([4, 0, -1, 2], device="cuda")
-    merge.merge_experts(places, experts, shape, w.dtype, name, first=2)  # which compiles
+    merge.merge_experts(places, experts, shape, w.dtype, name, first=2, coded=coded)  # which compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = merge.merge_experts(places, experts, shape, w.dtype, name, first=2)
+        out = merge.merge_experts(places, experts, shape, w.dtype, name, first=2, coded=coded)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     want = torch.stack((w[4], w[0], torch.zeros_like(w[1]), w[2]))

@@ -16,10 +16,18 @@ CPU = torch.device("cpu")
 
 
 def wrap_beside(
-    monkeypatch, model: nn.Module, format: str = "nvfp4", *, room: int, miss: str = "fetch", policy=None, **tiers: Any
+    monkeypatch,
+    model: nn.Module,
+    format: str = "nvfp4",
+    *,
+    room: int,
+    miss: str = "fetch",
+    policy=None,
+    fine_coding: str = "auto",
+    **tiers: Any,
 ) -> vbrt.VBModelWrapper:
     """The experts of a model live in host memory, or on a drive; `room` pages of them fit into the upper memory."""
-    settings = config(format, include=["*experts"]) | {"experts": {"miss": miss}}
+    settings = config(format, include=["*experts"], fine_coding=fine_coding) | {"experts": {"miss": miss}}
     settings["tiers"] |= tiers
 
     def build_stack(plan, config, factory=None):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vbrt.formats import get_format, merge_fine
+from vbrt.formats.fine_coding import coded_fields, opened, stream_bytes
 from vbrt.formats.fine_plane import wide_codes_in
 from vbrt.formats.page import DTYPES
 from vbrt.kernels.cuda.fine import merge
@@ -154,22 +155,46 @@ def _bring(
 
 
 def merge_experts(
-    places_EF: Tensor, experts_P: Tensor, shape: tuple[int, int], dtype: torch.dtype, format: str, *, first: int
+    places_EF: Tensor,
+    experts_P: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    format: str,
+    *,
+    first: int,
+    coded: bool = False,
 ) -> Tensor:
     """In the place of `fine.merge.merge_experts`, of bf16: each weight by the reference, from where its fields lie."""
-    fmt, columns = get_format(format), slice(first, first + len(merge.FIELDS))
+    names = merge.CODED_FIELDS if coded else merge.FIELDS
+    fmt, columns = get_format(format), slice(first, first + len(names))
     with _disable_current_modes():
         out = torch.zeros(len(experts_P), *shape, dtype=dtype)
         for place, expert in enumerate(experts_P.tolist()):
             if expert >= 0:
-                at = dict(zip(merge.FIELDS, places_EF[expert, columns].tolist(), strict=True))
+                at = dict(zip(names, places_EF[expert, columns].tolist(), strict=True))
                 fields = fmt.layout(shape, dtype).fields
-                coarse = {field.name: _read(at[field.name], DTYPES[field.dtype], field.shape) for field in fields}
+                coarse = {
+                    field.name: _read(at[field.name], DTYPES[field.dtype], field.shape)
+                    for field in fields
+                    if field.name in at
+                }
+                if coded:
+                    out[place] = merge_fine(coarse, _coded(at, coarse, fmt, shape), fmt, shape, dtype)
+                    continue
                 low, wide = _read(at["low"], torch.uint8, shape), wide_codes_in(coarse["codes"], shape[1], fmt)
                 side = _read(at["side"], torch.int8, (int(wide.sum()),))
                 escapes = _read(at["escapes"], torch.int16, (int(((low == 128) & ~wide).sum()),))
                 out[place] = merge_fine(coarse, {"low": low, "side": side, "escapes": escapes}, fmt, shape, dtype)
     return out
+
+
+def _coded(at: dict[str, int], coarse: dict[str, Tensor], fmt: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
+    fields = coded_fields(shape, fmt)
+    fine = {name: _read(at[name], DTYPES[dtype], size) for name, (dtype, size) in fields.items() if None not in size}
+    symbols = opened(coarse, fine, fmt, shape[1])
+    fine["extra"] = _read(at["extra"], torch.uint8, (stream_bytes(int(symbols.length.sum())),))
+    fine["escapes"] = _read(at["escapes"], torch.int16, (int((symbols.symbol == 0).sum()),))
+    return fine
 
 
 def _read(address: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

@@ -29,7 +29,7 @@ EXPERTS, PAGE = 16, 12288
 IMPLEMENTATIONS = ["batched_mm", "grouped_mm"]
 
 
-@pytest.fixture(params=["dense", "exact"])
+@pytest.fixture(params=["dense", "exact", "exact, coded"])
 def decided(request, monkeypatch):
     """Wraps a model whose experts a device cache of so many slots a layer holds."""
     monkeypatch.setattr(Buffer, "pinned", True)
@@ -39,7 +39,9 @@ def decided(request, monkeypatch):
     monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
 
     def wrapped(model, slots, scope="layer", layers=2):
-        vb = wrap_beside(monkeypatch, model, request.param, room=slots * layers + 2)  # one token's experts pass through
+        format, _, coding = request.param.partition(", ")
+        room = slots * layers + 2  # one token's experts pass through
+        vb = wrap_beside(monkeypatch, model, format, room=room, fine_coding=coding or "auto")
         vb.stack.levels[0].policy.scope = scope
         vb._attachment.expert_cache.follow()
         assert vb._attachment.expert_cache.fallbacks == []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vbrt.formats import get_format
+from vbrt.formats.fine_coding import CODED
 from vbrt.formats.joint_planes import part_fields
 from vbrt.formats.page import PageLayout, unpack
 from vbrt.host import accelerator
@@ -18,7 +19,6 @@ from vbrt.layers.experts.experts_spec import ExpertsSpec
 
 __all__ = ["ExactPlaces", "why_not_merged"]
 
-_OF_COARSE = merge.FIELDS.index("low")
 _COARSE, _FINE, _KEPT = range(3)  # where a field lies: in the coarse page, in the fine one, in a tensor of its own
 
 
@@ -28,7 +28,7 @@ def why_not_merged(spec: ExpertsSpec) -> str:
 
 
 class ExactPlaces:
-    """Places of the fields of a layer's experts, `merge.FIELDS` for each part.
+    """Places of the fields of a layer's experts, `merge.FIELDS` or `merge.CODED_FIELDS` for each part.
 
     Args:
         layouts: of each expert's pages, coarse and fine; coarse ones are alike, in the format's order.
@@ -36,6 +36,7 @@ class ExactPlaces:
 
     Attributes:
         slot_bytes: of memory for any expert's pages, the fine one behind the coarse one.
+        coded: whether fine planes are, of all experts.
         fine_at: bytes from the beginning of such memory to the fine page.
     """
 
@@ -44,12 +45,15 @@ class ExactPlaces:
         self.fine_at = coarse.nbytes
         self.slot_bytes = coarse.nbytes + max(fine.nbytes for _, fine in layouts)
         self._kept: list[Tensor] = []
-        page, fine_names = torch.empty(coarse.nbytes, dtype=torch.uint8, device=device), merge.FIELDS[_OF_COARSE:]
+        self.coded = any(field.name.endswith(f".{CODED}") for field in layouts[0][1].fields)
+        self._fields = merge.CODED_FIELDS if self.coded else merge.FIELDS
+        of_coarse = self._fields.index("fours" if self.coded else "low")
+        page, fine_names = torch.empty(coarse.nbytes, dtype=torch.uint8, device=device), self._fields[of_coarse:]
         sample, own_F, fixed_F = unpack(page, coarse), [], []
         for part, one in spec.parts.items():
             fields = part_fields(sample, part)
             levels, values, scale = get_format(one.format).tables(fields)
-            for tensor in (fields["codes"], fields["scales"], scale, levels, values):
+            for tensor in (fields["codes"], fields["scales"], scale, levels, values)[:of_coarse]:
                 start = tensor.data_ptr() - page.data_ptr()
                 own_F.append(_COARSE if 0 <= start < page.numel() else _KEPT)
                 fixed_F.append(start if own_F[-1] == _COARSE else tensor.data_ptr())
@@ -59,8 +63,8 @@ class ExactPlaces:
         rows = []
         for _, fine in layouts:
             at = {field.name: field.offset for field in fine.fields}
-            of_fine = ([at.get(f"{part}.{name}", at[f"{part}.low"]) for name in fine_names] for part in spec.parts)
-            rows.append([place for of_part in of_fine for place in (*[0] * _OF_COARSE, *of_part)])
+            of_fine = ([at.get(f"{part}.{name}", at[f"{part}.starts"]) for name in fine_names] for part in spec.parts)
+            rows.append([place for of_part in of_fine for place in (*[0] * of_coarse, *of_part)])
         own_F = torch.tensor(own_F, dtype=torch.int64, device="cpu")
         self._coarse_F, self._fine_F = (own_F == _COARSE).long(), (own_F == _FINE).long()
         self._offsets_EF = torch.tensor(rows, dtype=torch.int64, device="cpu") + torch.tensor(
@@ -90,6 +94,8 @@ class ExactPlaces:
         return {name: self._merged(places_EF, experts_P, part) for name, part in names}
 
     def _merged(self, places_EF: Tensor, experts_P: Tensor, part: str) -> Tensor:
-        one, first = self._spec.parts[part], list(self._spec.parts).index(part) * len(merge.FIELDS)
-        out = merge.merge_experts(places_EF, experts_P, one.shape, one.dtype, one.format, first=first)
+        one, first = self._spec.parts[part], list(self._spec.parts).index(part) * len(self._fields)
+        out = merge.merge_experts(
+            places_EF, experts_P, one.shape, one.dtype, one.format, first=first, coded=self.coded
+        )
         return out.transpose(1, 2).contiguous() if one.transposed else out

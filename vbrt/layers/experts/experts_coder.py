@@ -51,6 +51,8 @@ class ExpertsCoder:
             )
             for part, one in spec.parts.items()
         }
+        for encoder in self.encoders.values():
+            encoder.alike = True
         self.kernels: dict[str, Kernels] | None = None
         self._coarse_kernels: dict[str, Kernels] | None = None
         self._ops: ExpertOps | None = None

@@ -54,6 +54,8 @@ class Encoder:
         separation: the fitted codebook, where the format has one.
         packing: the order in which the kernels read a coarse page, or None: as the format encodes it.
         fallbacks: receives reasons why a weight is not in that order.
+        alike: True if all its pages have the same fields, as a layer's experts must: fine planes are coded though that
+            makes one larger.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Encoder:
         if separation is not None:
             separation.format = self.format
         self.packing: PageOrder | None = None
+        self.alike = False
         self._encode_many = resolve("encode_many", spec.backend, device, spec.format).run
         self._split_fine = resolve("split_fine", spec.backend, device, spec.format).run
         codes = spec.codes_fine(device)
@@ -150,7 +153,8 @@ class Encoder:
         if not self.spec.fine:
             return []
         coded = self._code_fine(w_NK, coarse, self.format) if self._code_fine else None
-        if coded is not None and fine_layout(coded).nbytes <= w_NK.numel():  # a plain one has 8 bits and more
+        # a plain one has 8 bits and more
+        if coded is not None and (self.alike or fine_layout(coded).nbytes <= w_NK.numel()):
             return [(fine_layout(coded), coded)]
         plain = self._split_fine(w_NK, coarse, self.format)
         pages = [(fine_layout(fine), fine) for fine in (coded, plain) if fine is not None]

@@ -48,12 +48,13 @@ class HandleSpec:
     @classmethod
     def of(cls, swap: Swap, config: VBConfig) -> "HandleSpec":
         """The spec of a weight that a plan swaps."""
+        asked = config.weights.fine_coding
         return cls(
             site=swap.site,
             dtype=getattr(torch, swap.dtype),
             format=swap.format,
             fine=swap.fine == "exact",
-            fine_coding=_fine_coding(swap, config.weights.fine_coding),
+            fine_coding=swap.fine_coding or asked if asked == "auto" else asked,
             by_rows=swap.by_rows,
             backend=config.compute.backend,
             fp8=config.compute.fp8,
@@ -144,9 +145,3 @@ class HandleSpec:
             f"{name}: {what} is not possible while it lives in the tiers: unwrap() first; apply weight_norm, "
             "spectral_norm and parametrizations before wrapping"
         )
-
-
-def _fine_coding(swap: Swap, asked: str) -> str:
-    if swap.experts:  # one kernel merges them all, and finds their fields in a table
-        return "plain"
-    return swap.fine_coding or asked if asked == "auto" else asked

@@ -1,4 +1,4 @@
-"""Triton kernel that merges coded fine planes (`formats/fine_coding.py`). Importing this needs Triton; plain operations
+"""Triton kernels that merge coded fine planes (`formats/fine_coding.py`). Importing this needs Triton; plain operations
 only, so that its interpreter runs them.
 
 A thread has whole groups of 8 weights: their codes and symbols are one word, one word and a half, and their extra bits,
@@ -8,7 +8,9 @@ A thread has whole groups of 8 weights: their codes and symbols are one word, on
 import triton
 import triton.language as tl
 
-__all__ = ["coded_kernel"]
+from vbrt.kernels.cuda.plain.linear_triton import pointer_of
+
+__all__ = ["coded_experts_kernel", "coded_kernel"]
 
 
 @triton.jit
@@ -43,8 +45,48 @@ def coded_kernel(
     the largest E8M0 byte is in tiles. SIGNED: cells may have both signs. WHOLE: `total` is a multiple of SPAN. READ:
     extra bits by weight (0), or by 8 weights in 64 bits (1) or in 32, where they fit (2).
     """
+    _merge_span(
+        code_ptr, scale_ptr, tensor_scale_ptr, four_ptr, pair_ptr, extra_ptr, escape_ptr, start_ptr, cell_ptr, out_ptr,
+        tl.program_id(0), total, columns, SPAN, BLOCK, MANTISSAS, TILE_WORDS, TOP_FIELD, SIGNED, WHOLE, READ,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "fields"])
+def coded_experts_kernel(
+    place_ptr, expert_ptr, out_ptr, total, columns, first, fields,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, MANTISSAS: tl.constexpr, SIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    READ: tl.constexpr,
+):  # fmt: skip
+    """`coded_kernel` of one matrix of each expert in expert_ptr int64 [P], into out_ptr [P, total]; zeros for -1.
+
+    place_ptr int64 [E, fields]: from column `first` on the addresses of the expert's planes, as `merge.CODED_FIELDS`.
+    Planes are in the format's order. Grid (ceil(total / SPAN), P).
+    """
+    expert = tl.load(expert_ptr + tl.program_id(1))
+    own_ptr = out_ptr + tl.program_id(1).to(tl.int64) * total
+    if expert < 0:
+        at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+        tl.store(own_ptr + at, tl.zeros((SPAN,), tl.int16), mask=at < total)
+    else:
+        row_ptr = place_ptr + expert * fields + first
+        cell_ptr = pointer_of(tl.load(row_ptr + 7), "int32")
+        _merge_span(
+            pointer_of(tl.load(row_ptr), "int32"), pointer_of(tl.load(row_ptr + 1), "uint8"), cell_ptr,
+            pointer_of(tl.load(row_ptr + 2), "int32"), pointer_of(tl.load(row_ptr + 3), "int16"),
+            pointer_of(tl.load(row_ptr + 4), "int32"), pointer_of(tl.load(row_ptr + 5), "int16"),
+            pointer_of(tl.load(row_ptr + 6), "int32"), cell_ptr, own_ptr, tl.program_id(0), total, columns,
+            SPAN, BLOCK, MANTISSAS, 0, 0, SIGNED, WHOLE, READ,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_span(
+    code_ptr, scale_ptr, tensor_scale_ptr, four_ptr, pair_ptr, extra_ptr, escape_ptr, start_ptr, cell_ptr, out_ptr,
+    span, total, columns, SPAN: tl.constexpr, BLOCK: tl.constexpr, MANTISSAS: tl.constexpr, TILE_WORDS: tl.constexpr,
+    TOP_FIELD: tl.constexpr, SIGNED: tl.constexpr, WHOLE: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """One span of `coded_kernel`."""
     EIGHTS: tl.constexpr = SPAN // 8
-    span = tl.program_id(0)
     base = span.to(tl.int64) * SPAN
     eight = tl.arange(0, EIGHTS)
     left = tl.minimum(total - base, SPAN).to(tl.int32)

@@ -6,7 +6,7 @@ alone, can use those. A tile word has codes of two rows: it is read twice.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,24 @@ from vbrt.kernels.cuda.e2m1.tiles import FORMATS, TILES, TOP_FIELD, is_tiled, re
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.libraries import triton_api
 
-__all__ = ["FIELDS", "READS", "launch_coded", "merge", "merge_experts", "serves", "serves_shape", "why_not_experts"]
+__all__ = [
+    "CODED_FIELDS",
+    "FIELDS",
+    "READS",
+    "launch_coded",
+    "merge",
+    "merge_experts",
+    "serves",
+    "serves_shape",
+    "why_not_experts",
+]
 
 #: what a row of `merge_experts`' table has of a matrix: fields of its planes, and of its format's tables
 FIELDS = ("codes", "scales", "tensor_scale", "levels", "values", "low", "nibbles", "side", "escapes", "starts")
 #: how `coded_kernel` can read extra bits: by weight, or by eight
 READS = (0, 1)
+#: the same of coded planes
+CODED_FIELDS = ("codes", "scales", "fours", "pairs", "extra", "escapes", "starts", CODED)
 _WARPS = 4
 
 
@@ -73,11 +85,11 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
     )
 
 
-def launch_coded(planes: WeightPlanes, out: Tensor, *, read: int = 1, warps: int = _WARPS) -> None:
+def launch_coded(planes: WeightPlanes, out: Tensor, *, read: int = READS[-1], warps: int = _WARPS) -> None:
     """`launch` for a coded fine plane. `read`: how `coded_kernel` reads extra bits."""
     from vbrt.kernels.cuda.fine.coded_triton import coded_kernel
 
-    fine, coarse, fmt = planes.fine, planes.coarse, get_format(planes.format)
+    fine, coarse = planes.fine, planes.coarse
     tiles, of = coarse.get(TILES), FORMATS.get(planes.format)
     codes, scales = (coarse["codes"], coarse["scales"]) if tiles is None else (tiles, tiles)
     total = out.numel()
@@ -94,16 +106,18 @@ def launch_coded(planes: WeightPlanes, out: Tensor, *, read: int = 1, warps: int
         out.view(torch.int16),
         total,
         planes.shape[1],
-        SPAN=SPAN,
-        BLOCK=fmt.block,
-        MANTISSAS=fmt.scale_mantissas,
         TILE_WORDS=0 if tiles is None else of.words,
         TOP_FIELD=TOP_FIELD if tiles is not None and of.e8m0_scales else 0,
-        SIGNED=fmt.record.kernels != "e2m1",
-        WHOLE=total % SPAN == 0,
-        READ=read,
         num_warps=warps,
+        **_coded_constants(planes.format, total) | {"READ": read},
     )
+
+
+def _coded_constants(format: str, total: int) -> dict[str, int]:
+    """Constants that both kernels of coded planes have, of a matrix of so many weights."""
+    fmt = get_format(format)
+    constants = {"SPAN": SPAN, "BLOCK": fmt.block, "MANTISSAS": fmt.scale_mantissas, "READ": READS[-1]}
+    return constants | {"SIGNED": fmt.record.kernels != "e2m1", "WHOLE": total % SPAN == 0}
 
 
 def _constants(format: str, dtype: torch.dtype, total: int) -> dict[str, int]:
@@ -122,40 +136,60 @@ def why_not_experts(format: str, shape: tuple[int, int]) -> str:
 
 
 def merge_experts(
-    places_EF: Tensor, experts_P: Tensor, shape: tuple[int, int], dtype: torch.dtype, format: str, *, first: int
+    places_EF: Tensor,
+    experts_P: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    format: str,
+    *,
+    first: int,
+    coded: bool = False,
 ) -> Tensor:
     """Return one matrix of some experts, [P, N, K], in one launch without synchronization.
 
     Args:
         places_EF: int64, addresses of the fields of each expert's planes, which are in the format's order.
         experts_P: int64; -1 for zeros in the place of an expert's.
-        first: the matrix has the columns of `FIELDS` from this one on.
+        first: the matrix has the columns of `FIELDS`, or of `CODED_FIELDS`, from this one on.
+        coded: whether fine planes are.
     """
     out = torch.empty((len(experts_P), *shape), dtype=dtype, device=experts_P.device)
     if len(experts_P):
         total, tensors = shape[0] * shape[1], (places_EF, experts_P, out.view(torch.int16))
         grid, numbers = (-(-total // SPAN), len(experts_P)), (total, shape[1], first, places_EF.shape[1])
-        _launch_experts(grid, tensors, numbers, _constants(format, dtype, total))
+        constants = _coded_constants(format, total) if coded else _constants(format, dtype, total)
+        _launch_experts(grid, tensors, numbers, constants, coded=coded)
     return out
 
 
 def _launch_experts(
-    grid: tuple[int, int], tensors: tuple[Tensor, ...], numbers: tuple[int, ...], constants: dict[str, int]
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: dict[str, int],
+    *,
+    coded: bool,
 ) -> None:
     device = tensors[0].device
     if device.type == "cuda":
-        _launcher()(device.index, grid, tensors, numbers, warps=_WARPS, specialized=numbers[:2], **constants)
+        _launcher(coded)(device.index, grid, tensors, numbers, warps=_WARPS, specialized=numbers[:2], **constants)
     else:
-        from vbrt.kernels.cuda.fine.merge_triton import merge_experts_kernel
+        _experts_kernel(coded)[grid](*tensors, *numbers, **constants, **triton_api.fp_fusion(True))
 
-        merge_experts_kernel[grid](*tensors, *numbers, **constants, **triton_api.fp_fusion(True))
+
+def _experts_kernel(coded: bool) -> Any:
+    if coded:
+        from vbrt.kernels.cuda.fine.coded_triton import coded_experts_kernel
+
+        return coded_experts_kernel
+    from vbrt.kernels.cuda.fine.merge_triton import merge_experts_kernel
+
+    return merge_experts_kernel
 
 
 @functools.cache
-def _launcher() -> Launcher:
-    from vbrt.kernels.cuda.fine.merge_triton import merge_experts_kernel
-
-    return Launcher(merge_experts_kernel)
+def _launcher(coded: bool) -> Launcher:
+    return Launcher(_experts_kernel(coded))
 
 
 class _Coarse(NamedTuple):
