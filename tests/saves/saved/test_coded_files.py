@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import vbrt
-from tests.models import mlp, wrap
+from tests.models import TOKENS, mlp, qwen3_moe, wrap
 from tests.saves.cases import logits
 from vbrt.formats.fine_coding import CODED
 from vbrt.saves.common.manifest import read_manifest
@@ -68,3 +68,16 @@ def test_pages_of_coded_planes_are_smaller_in_the_plan_too():
         for coding in ("plain", "coded", "auto")
     }
     assert sizes["coded"] < 0.9 * sizes["plain"] and sizes["auto"] in sizes.values()
+
+
+@pytest.mark.parametrize(("saved", "held"), [("coded", "coded"), ("coded", "auto"), ("plain", "coded")])
+def test_routed_experts_are_saved_and_loaded_in_either_form(saved, held, tmp_path):
+    dense = qwen3_moe(dtype=torch.bfloat16)
+    expected = logits(dense, TOKENS)
+    with wrap(copy.deepcopy(dense), "exact", fine_coding=saved, include=["*experts"]) as vb:
+        vb.materialize().save(tmp_path)
+    assert {layer.coded for layer in read_manifest(tmp_path).layers} == {saved == "coded"}
+    with vbrt.load(tmp_path, qwen3_moe(dtype=torch.bfloat16), weights={"fine_coding": held}) as vb:
+        layouts = vb.module.model.layers[0].mlp.experts.handle.layouts_of(0)
+        assert any(field.name.endswith(CODED) for field in layouts[1].fields) == (held == "coded")
+        assert torch.equal(logits(vb, TOKENS), expected)
