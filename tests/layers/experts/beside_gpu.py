@@ -16,18 +16,13 @@ CPU = torch.device("cpu")
 
 
 def wrap_beside(
-    monkeypatch,
-    model: nn.Module,
-    format: str = "nvfp4",
-    *,
-    room: int,
-    miss: str = "fetch",
-    policy=None,
-    fine_coding: str = "auto",
-    **tiers: Any,
+    monkeypatch, model: nn.Module, format: str = "nvfp4", *, room: int, miss: str = "fetch", policy=None, **tiers: Any
 ) -> vbrt.VBModelWrapper:
-    """The experts of a model live in host memory, or on a drive; `room` pages of them fit into the upper memory."""
-    settings = config(format, include=["*experts"], fine_coding=fine_coding) | {"experts": {"miss": miss}}
+    """The experts of a model live in host memory, or on a drive; `room` pages of them fit into the upper memory.
+
+    `format` may name the coding of fine planes, too: "exact, coded"."""
+    format, _, coding = format.partition(", ")
+    settings = config(format, include=["*experts"], fine_coding=coding or "auto") | {"experts": {"miss": miss}}
     settings["tiers"] |= tiers
 
     def build_stack(plan, config, factory=None):

@@ -39,9 +39,7 @@ def decided(request, monkeypatch):
     monkeypatch.setattr(accelerator, "is_current_stream_capturing", lambda: False)
 
     def wrapped(model, slots, scope="layer", layers=2):
-        format, _, coding = request.param.partition(", ")
-        room = slots * layers + 2  # one token's experts pass through
-        vb = wrap_beside(monkeypatch, model, format, room=room, fine_coding=coding or "auto")
+        vb = wrap_beside(monkeypatch, model, request.param, room=slots * layers + 2)  # one token's experts pass through
         vb.stack.levels[0].policy.scope = scope
         vb._attachment.expert_cache.follow()
         assert vb._attachment.expert_cache.fallbacks == []

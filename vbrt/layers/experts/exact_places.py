@@ -95,7 +95,5 @@ class ExactPlaces:
 
     def _merged(self, places_EF: Tensor, experts_P: Tensor, part: str) -> Tensor:
         one, first = self._spec.parts[part], list(self._spec.parts).index(part) * len(self._fields)
-        out = merge.merge_experts(
-            places_EF, experts_P, one.shape, one.dtype, one.format, first=first, coded=self.coded
-        )
+        out = merge.merge_experts(places_EF, experts_P, one.shape, one.dtype, one.format, first=first, coded=self.coded)
         return out.transpose(1, 2).contiguous() if one.transposed else out
