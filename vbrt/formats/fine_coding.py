@@ -53,6 +53,7 @@ _OCTAVE = 128  # bf16 values
 _OCTAVES = 6  # that symbols tell apart; 5 in signed cells, so that eight weights have 56 extra bits at most
 _ALL = slice(None)
 _BINS, _LOWEST = 1024, -768  # offsets that the encoder's histogram tells apart
+_TILE_ON_GPU = 1 << 21  # weights coded at a time; the int32 temporaries of some 25 operations take 200 MiB
 _SAMPLE = 1 << 18  # weights in the histogram
 _TRIMS = (63, 12, 10, 8, 6)  # candidates: a cell may leave out 2^-trim of its weights at each end
 
@@ -232,7 +233,8 @@ def stream_bytes(bits: int) -> int:
 
 
 def _tiles(n: int, kp: int, device: torch.device) -> list[slice]:
-    step = max(1, decode_tile(device) // 2 // kp)
+    weights = decode_tile(device) // 2 if device.type == "cpu" else _TILE_ON_GPU
+    step = max(1, weights // kp)
     return [slice(first, min(first + step, n)) for first in range(0, n, step)]
 
 

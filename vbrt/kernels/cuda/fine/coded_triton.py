@@ -99,7 +99,9 @@ def _merge_span(
         scale_at = (base + eight * 8) // BLOCK
         index = (word[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
     else:
-        index, sign, scale_at = _tile_codes(code_ptr, base, eight * 8, here, columns, BLOCK, TILE_WORDS, WHOLE)
+        index, sign, scale_at = _tile_codes(
+            code_ptr, base.to(total.dtype), eight * 8, here, columns, BLOCK, TILE_WORDS, WHOLE
+        )
     scale = _load(scale_ptr + scale_at, here, WHOLE).to(tl.int32)
     entry = tl.load(cell_ptr + (((scale & (MANTISSAS - 1)) * 16)[:, None] + index))
     exponent = scale // MANTISSAS
@@ -191,7 +193,7 @@ def _tile_codes(
 ):
     """(magnitudes, and signs in bit 15, int32 [groups, 8], of the 8 consecutive weights from each of base + group on;
     offsets of their scale bytes); see `e2m1/tiles.py` for the order of words and bits."""
-    first_row = base // columns  # divisions of 64 bits are slow: one for all
+    first_row = base // columns  # divisions of 64 bits are slow: one for all, and none where `base` has 32
     behind = (base - first_row * columns).to(tl.int32) + group
     row, column = first_row.to(tl.int32) + behind // columns, behind % columns
     tile = ((row // 16).to(tl.int64) * ((columns + 127) // 128) + column // 128) * TILE_WORDS

@@ -36,7 +36,7 @@ FIELDS = ("codes", "scales", "tensor_scale", "levels", "values", "low", "nibbles
 READS = (0, 1)
 #: the same of coded planes
 CODED_FIELDS = ("codes", "scales", "fours", "pairs", "extra", "escapes", "starts", CODED)
-_WARPS = 4
+_WARPS, _CODED_WARPS = 4, 16
 
 
 def serves(planes: WeightPlanes) -> bool:
@@ -85,7 +85,7 @@ def launch(planes: WeightPlanes, out: Tensor) -> None:
     )
 
 
-def launch_coded(planes: WeightPlanes, out: Tensor, *, read: int = READS[-1], warps: int = _WARPS) -> None:
+def launch_coded(planes: WeightPlanes, out: Tensor, *, read: int = READS[-1], warps: int = _CODED_WARPS) -> None:
     """`launch` for a coded fine plane. `read`: how `coded_kernel` reads extra bits."""
     from vbrt.kernels.cuda.fine.coded_triton import coded_kernel
 
@@ -172,7 +172,8 @@ def _launch_experts(
 ) -> None:
     device = tensors[0].device
     if device.type == "cuda":
-        _launcher(coded)(device.index, grid, tensors, numbers, warps=_WARPS, specialized=numbers[:2], **constants)
+        warps = _CODED_WARPS if coded else _WARPS
+        _launcher(coded)(device.index, grid, tensors, numbers, warps=warps, specialized=numbers[:2], **constants)
     else:
         _experts_kernel(coded)[grid](*tensors, *numbers, **constants, **triton_api.fp_fusion(True))
 
