@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from scripts.measuring import interleaved, machine, seconds
 from vbrt.kernels import update as reference
 from vbrt.kernels.cpu import update as compiled
-from vbrt.kernels.update import Halves, Step
+from vbrt.kernels.update import Halves, Step, Updated
 from vbrt.training.full.update_threads import Helpers, cores
 
 ADAMW = Step("adam", 10, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True)
@@ -56,6 +56,16 @@ class Arrays:
     def ours(self, step: Step, helpers: Helpers, moments: dict, gradient: Tensor) -> Callable[[], None]:
         def run() -> None:
             helpers.run(self.count, compiled.update(self.halves, moments, gradient, step))
+
+        return run
+
+    def ahead(self, step: Step, helpers: Helpers) -> Callable[[], None]:
+        """Out of place, as ahead of a step."""
+        moments = {"first": self.first, "second": self.second}
+        out = Updated(Halves(*map(torch.zeros_like, self.halves)), {n: torch.zeros_like(m) for n, m in moments.items()})
+
+        def run() -> None:
+            helpers.run(self.count, compiled.update(self.halves, moments, self.gradient, step, out))
 
         return run
 
@@ -101,6 +111,7 @@ def cases(arrays: Arrays, helpers: Helpers) -> dict[str, tuple[Callable[[], None
     return {
         "memory": (arrays.added, 12),
         "AdamW, bf16 gradient": (arrays.ours(ADAMW, helpers, both, bf16), HALVES + 16 + 2),
+        "AdamW, out of place": (arrays.ahead(ADAMW, helpers), HALVES + 16 + 2),
         "AdamW, fp32 gradient": (arrays.ours(ADAMW, helpers, both, fp32), HALVES + 16 + 4),
         "AdamW, 8-bit moments": (arrays.ours(ADAMW, helpers, coded, bf16), HALVES + 2 * (2 + scales) + 2),
         "SGD, momentum": (arrays.ours(SGD, helpers, first, bf16), HALVES + 8 + 2),

@@ -3,6 +3,7 @@
     master (fp32) = high (bf16: the model's weight) + low (16 bits) + ties (one bit), bit for bit
     part = update(halves, moments, gradient, step)
     part(0, TILE), part(TILE, n)                  # in place, in parts that begin at multiples of TILE: the same bits
+    part = update(halves, moments, gradient, step, out=(others, theirs))  # into other memory
 
 Adam, AdamW and SGD are torch's fused optimizers on the joined master; Lion follows its paper. Moments are fp32, or 8
 bits with a scale per block. `vbrt.kernels.cpu.update` is bit-exact with this, in one pass over memory.
@@ -25,6 +26,7 @@ __all__ = [
     "Halves",
     "Part",
     "Step",
+    "Updated",
     "decode_first",
     "decode_second",
     "encode_first",
@@ -65,6 +67,14 @@ class Coded(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+
+class Updated(NamedTuple):
+    """Memory for an update out of place: halves and moments of the weight's sizes and dtypes; `ties` are 0 in tiles
+    whose `tied` is 0."""
+
+    halves: Halves
+    moments: Mapping[str, Tensor | Coded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +219,10 @@ def _packed(codes: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Te
 # -- update
 
 
-def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> Part:
-    """Return a function of (begin, end) that applies one step in place to that part of a weight.
+def update(
+    halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step, out: Updated | None = None
+) -> Part:
+    """Return a function of (begin, end) that applies one step to that part of a weight, in place or into `out`.
 
     Parts begin at multiples of `TILE` and end at one or with the weight. Threads may run them concurrently.
 
@@ -219,17 +231,35 @@ def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tens
         moments: by name, the rule's "first", "second" and "peak" (AMSGrad), each [n]; zeros before the first step.
             "first" and "second" are both fp32 or both 8 bits.
         gradient: bf16 or fp32 [n]; unchanged.
+        out: other memory for the results; then halves and moments are unchanged.
 
     Raises:
         ArgumentError: unsupported rule, dtype or length; nothing was changed.
     """
-    check(halves, moments, gradient, step)
+    check(halves, moments, gradient, step, out)
 
     def part(begin: int, end: int) -> None:
-        own = {name: _part(moment, begin, end) for name, moment in moments.items()}
-        _update(halves.part(begin, end), own, gradient[begin:end], step)
+        own, ours = halves.part(begin, end), _parts(moments, begin, end)
+        if out is not None:
+            to = Updated(out.halves.part(begin, end), _parts(out.moments, begin, end))
+            for copy, value in zip(_tensors(*to), _tensors(own, ours), strict=True):
+                copy.copy_(value)
+            own, ours = to
+        _update(own, ours, gradient[begin:end], step)
 
     return part
+
+
+def _parts(moments: Mapping[str, Tensor | Coded], begin: int, end: int) -> dict[str, Tensor | Coded]:
+    return {name: _part(moment, begin, end) for name, moment in moments.items()}
+
+
+def _tensors(halves: Halves, moments: Mapping[str, Tensor | Coded]) -> list[Tensor]:
+    found = [*halves]
+    for name in sorted(moments):
+        moment = moments[name]
+        found += [*moment] if isinstance(moment, Coded) else [moment]
+    return found
 
 
 def _part(moment: Tensor | Coded, begin: int, end: int) -> Tensor | Coded:
@@ -256,7 +286,9 @@ def _update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Ten
             moment.scales.copy_(scales)
 
 
-def check(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> None:
+def check(
+    halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step, out: Updated | None = None
+) -> None:
     """Raise ArgumentError for unsupported arguments of `update`."""
     count = halves.high.numel()
     if step.rule not in _RULES:
@@ -265,10 +297,11 @@ def check(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tenso
         raise ArgumentError(
             f"a gradient of {gradient.numel()} x {gradient.dtype} for {count} weights; expected as many, bf16 or fp32"
         )
-    tensors = [*halves, gradient]
-    for moment in moments.values():
-        tensors += [*moment] if isinstance(moment, Coded) else [moment]
-    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+    own = _tensors(halves, moments)
+    to = own if out is None else _tensors(*out)
+    if [(t.dtype, t.numel()) for t in own] != [(t.dtype, t.numel()) for t in to]:
+        raise ArgumentError(f"an update of {count} weights into memory of another layout; expected the weight's own")
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (*own, *to, gradient)):
         raise ArgumentError("an update of tensors that are not contiguous or not on the CPU")
 
 

@@ -54,6 +54,14 @@ def copied(moments):
     return {name: Coded(*(p.clone() for p in m)) if isinstance(m, Coded) else m.clone() for name, m in moments.items()}
 
 
+def moments_like(moments):
+    """Memory for moments, with other bytes in it."""
+    others = copied(moments)
+    for part in flat(others):
+        part.view(torch.uint8).fill_(0x5A)
+    return others
+
+
 def tied(master, every):
     """Masters of which some lie half way between two bf16 numbers."""
     bits = master.clone().view(torch.int32)
@@ -63,13 +71,19 @@ def tied(master, every):
 
 def assert_same(step, moments, master, gradient):
     """One step by the C code and by the reference, which is torch's own optimizer, give the same bits; of masters that
-    are ties, too."""
+    are ties, too; in place, and into memory that holds another weight."""
     results, master = [], tied(master, every=3)
+    before = bits(*update.split_master(master), *flat(moments))
     for run in (compiled.update, update.update):
         halves, own = update.split_master(master), copied(moments)
         run(halves, own, gradient, step)(0, master.numel())
         results.append(bits(*halves, *flat(own)))
-    assert all(map(torch.equal, *results))
+        halves, own = update.split_master(master), copied(moments)
+        out = update.Updated(update.split_master(tied(master.flip(0), every=2)), moments_like(moments))
+        run(halves, own, gradient, step, out)(0, master.numel())
+        results.append(bits(*out.halves, *flat(out.moments)))
+        assert all(map(torch.equal, bits(*halves, *flat(own)), before))
+    assert all(torch.equal(*pair) for result in results[1:] for pair in zip(results[0], result, strict=True))
 
 
 @built
@@ -116,6 +130,32 @@ def test_parts_at_any_address_give_the_bits_of_the_whole(run):
     for begin, end in ((3 * update.TILE, count), (0, update.TILE), (update.TILE, 3 * update.TILE)):
         part(begin, end)
     assert all(map(torch.equal, bits(*whole, *flat(own)), bits(*odd, *flat(parts))))
+
+
+@built
+def test_a_team_updates_out_of_place_into_unaligned_memory_with_the_bits_of_one_thread():
+    count = 3 * TEAM_PART + 77
+    master, gradient, own = torch.randn(count), torch.randn(count).bfloat16(), moments_of(ADAMW, count)
+    halves = update.split_master(master)
+    memory = [torch.zeros(part.nbytes + 1 + part.element_size(), dtype=torch.uint8) for part in (*halves, *flat(own))]
+    shifted = [
+        place[part.element_size() :][: part.nbytes].view(part.dtype)
+        for place, part in zip(memory, (*halves, *flat(own)), strict=True)
+    ]
+    out = update.Updated(update.Halves(*shifted[:4]), dict(zip(own, shifted[4:], strict=True)))
+    team = compiled.UpdateTeam(3)
+    compiled.update(halves, own, gradient, ADAMW, out).by_team(team, count)
+    team.stop()
+    compiled.update(halves, own, gradient, ADAMW)(0, count)
+    assert all(map(torch.equal, bits(*halves, *flat(own)), bits(*shifted)))
+
+
+def test_memory_of_another_layout_is_refused_for_results():
+    halves, others = update.split_master(torch.randn(2000)), update.split_master(torch.randn(2001))
+    for run in (compiled.update, update.update):
+        for out in (update.Updated(others, {}), update.Updated(halves, moments_of(SGD, 2000))):
+            with pytest.raises(ArgumentError, match="into memory of another layout"):
+                run(halves, {}, torch.randn(2000), SGD, out)
 
 
 def test_a_split_master_is_whole_again_and_its_high_half_is_torchs():

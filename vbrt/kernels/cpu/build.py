@@ -376,7 +376,8 @@ def _declare_team(library: ctypes.CDLL) -> None:
 
 def _declare_update(library: ctypes.CDLL) -> None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    weight, total = (ctypes.POINTER(HalvedWeight), ctypes.POINTER(Step)), ctypes.POINTER(Sum)
+    halved, total = ctypes.POINTER(HalvedWeight), ctypes.POINTER(Sum)
+    weight = (halved, halved, ctypes.POINTER(Step))
     library.vbrt_update.argtypes = (*weight, number, number)
     library.vbrt_add.argtypes = (total, number, number)
     library.vbrt_team_update.argtypes = (pointer, *weight, number)

@@ -10,9 +10,13 @@
  * The order of operations, and so the bits, are those of torch's fused optimizers on x86 (FusedAdamKernel.cpp,
  * FusedSGDKernel.cpp): for vectors of LANES numbers, and for the remainder after the last whole vector, where its
  * compiler contracted other products. Work is done in tiles that fit in L1, one vectorizable loop per stage. Threads
- * split a weight into parts of whole tiles: the bits are the same.
+ * split a weight into parts of whole tiles: the bits are the same. Out of place, a tile is copied into L1, updated
+ * there, and stored past the caches, so that the old bytes of the destination are not read first.
  */
 #include <math.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #include "numbers.h"
 #include "team.h"
 
@@ -28,7 +32,7 @@
 enum { BF16, FP32 };
 enum { ADAM, SGD, LION };
 
-/* NULL for what a rule does not use. */
+/* NULL for what a rule does not use; all NULL: no weight. */
 typedef struct {
     uint16_t *high, *low;
     uint8_t *ties, *tied;  /* a bit per weight, the first one's lowest; a byte per TILE, 0 if no bit is set */
@@ -302,9 +306,91 @@ INLINE void step_tile(const Weight *c, const Step *s, int64_t at, int64_t n) {
         c->tied[at / TILE] = to_even(c->high + at, c->low + at, c->ties + at / 8, n);
 }
 
-/* Update weights from `begin`, a multiple of TILE, to `end`, another one or the last. */
-void vbrt_update(const Weight *weight, const Step *step, int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += TILE) step_tile(weight, step, at, end - at < TILE ? end - at : TILE);
+/* -- out of place */
+
+typedef struct {
+    _Alignas(64) uint16_t high[TILE], low[TILE];
+    _Alignas(64) float first[TILE], second[TILE], peak[TILE];  /* moments of 8 bits take a quarter */
+    float first_scales[TILE / BLOCK], second_scales[TILE / BLOCK];
+    uint8_t ties[TILE / 8], tied;
+} Tile;
+
+INLINE void *offset(const void *from, int64_t nbytes) { return from ? (char *)from + nbytes : 0; }
+
+/* A tile where it lies. */
+INLINE Weight tile_of(const Weight *c, const Step *s, int64_t at) {
+    const int64_t moment = s->eight_bit ? 1 : sizeof(float), gradient = s->gradient_type == BF16 ? 2 : sizeof(float);
+    return (Weight){
+        c->high + at, c->low + at, c->ties + at / 8, c->tied + at / TILE,
+        offset(c->first, at * moment), offset(c->second, at * moment),
+        offset(c->first_scales, at / BLOCK * sizeof(float)), offset(c->second_scales, at / BLOCK * sizeof(float)),
+        offset(c->peak, at * sizeof(float)), offset(c->gradient, at * gradient),
+    };
+}
+
+INLINE void fetch(void *to, const void *from, int64_t nbytes) { if (from) memcpy(to, from, nbytes); }
+
+/* Copy into L1; absent moments stay absent. */
+INLINE Weight fetched(const Weight *from, const Step *s, int64_t n, Tile *t) {
+    const int64_t moment = s->eight_bit ? n : n * (int64_t)sizeof(float);
+    const int64_t scales = (n + BLOCK - 1) / BLOCK * (int64_t)sizeof(float);
+    fetch(t->high, from->high, 2 * n);
+    fetch(t->low, from->low, 2 * n);
+    fetch(t->first, from->first, moment);
+    fetch(t->second, from->second, moment);
+    fetch(t->first_scales, from->first_scales, scales);
+    fetch(t->second_scales, from->second_scales, scales);
+    fetch(t->peak, from->peak, n * sizeof(float));
+    t->tied = *from->tied;
+    if (t->tied) memcpy(t->ties, from->ties, (n + 7) / 8);
+    else memset(t->ties, 0, sizeof t->ties);
+    return (Weight){
+        t->high, t->low, t->ties, &t->tied, from->first ? t->first : 0, from->second ? t->second : 0,
+        t->first_scales, t->second_scales, from->peak ? t->peak : 0, from->gradient,
+    };
+}
+
+/* Store past the caches. */
+INLINE void stream(void *to, const void *from, int64_t nbytes) {
+    if (!to) return;
+    int64_t at = 0;
+#ifdef __SSE2__
+    if ((uintptr_t)to % 16 == 0 && (uintptr_t)from % 16 == 0)
+        for (; at + 16 <= nbytes; at += 16)
+            _mm_stream_si128((__m128i *)((char *)to + at), _mm_load_si128((const __m128i *)((const char *)from + at)));
+#endif
+    memcpy((char *)to + at, (const char *)from + at, nbytes - at);
+}
+
+INLINE void store(const Weight *to, const Step *s, int64_t n, const Tile *t) {
+    const int64_t moment = s->eight_bit ? n : n * (int64_t)sizeof(float);
+    const int64_t scales = (n + BLOCK - 1) / BLOCK * (int64_t)sizeof(float);
+    stream(to->high, t->high, 2 * n);
+    stream(to->low, t->low, 2 * n);
+    stream(to->first, t->first, moment);
+    stream(to->second, t->second, moment);
+    stream(to->peak, t->peak, n * sizeof(float));
+    if (to->first_scales) memcpy(to->first_scales, t->first_scales, scales);
+    if (to->second_scales) memcpy(to->second_scales, t->second_scales, scales);
+    if (*to->tied || t->tied) memcpy(to->ties, t->ties, (n + 7) / 8);  /* else all bits are 0 already */
+    *to->tied = t->tied;
+}
+
+/* Update weights from `begin`, a multiple of TILE, to `end`, another one or the last: in place, or into `out`. */
+void vbrt_update(const Weight *weight, const Weight *out, const Step *step, int64_t begin, int64_t end) {
+    Tile tile;
+    for (int64_t at = begin; at < end; at += TILE) {
+        const int64_t n = end - at < TILE ? end - at : TILE;
+        Weight own = tile_of(weight, step, at);
+        if (out->high) own = fetched(&own, step, n, &tile);
+        step_tile(&own, step, 0, n);
+        if (!out->high) continue;
+        const Weight to = tile_of(out, step, at);
+        store(&to, step, n, &tile);
+    }
+#ifdef __SSE2__
+    if (out->high) _mm_sfence();
+#endif
 }
 
 /* Euclidean norm of a gradient times a factor, bit-exact with torch.linalg.vector_norm on x86: LANES sums in fp32,
@@ -354,7 +440,7 @@ void vbrt_add(const Sum *sum, int64_t begin, int64_t end) {
 /* -- by a team: each thread takes the next part; so does the caller, which returns when all are done */
 
 typedef struct {
-    Weight weight;
+    Weight weight, to;  /* without `to.high`, in place */
     Step step;
     Sum sum;  /* without `out`, the job is an update instead */
     int64_t count;
@@ -363,7 +449,7 @@ typedef struct {
 
 static void do_numbers(const Job *j, int64_t begin, int64_t end) {
     if (j->sum.out) vbrt_add(&j->sum, begin, end);
-    else vbrt_update(&j->weight, &j->step, begin, end);
+    else vbrt_update(&j->weight, &j->to, &j->step, begin, end);
 }
 
 static void take_part(Team *t, int place) {
@@ -387,8 +473,8 @@ static void share(Team *t, const Job *job) {
 }
 
 /* Update a whole weight. */
-void vbrt_team_update(Team *t, const Weight *weight, const Step *step, int64_t count) {
-    share(t, &(Job){.weight = *weight, .step = *step, .count = count});
+void vbrt_team_update(Team *t, const Weight *weight, const Weight *to, const Step *step, int64_t count) {
+    share(t, &(Job){.weight = *weight, .to = *to, .step = *step, .count = count});
 }
 
 /* Add all numbers. */

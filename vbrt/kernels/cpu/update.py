@@ -18,7 +18,7 @@ from torch import Tensor
 from vbrt.kernels import update as reference
 from vbrt.kernels.cpu import build
 from vbrt.kernels.cpu.team import Team
-from vbrt.kernels.update import TILE, Coded, Halves, Step
+from vbrt.kernels.update import TILE, Coded, Halves, Step, Updated
 
 __all__ = ["TeamPart", "UpdateTeam", "gradient_norm", "gradient_sum", "refusal", "update"]
 
@@ -67,18 +67,27 @@ class TeamPart:
         team.run(self._whole, *self._arguments, count)
 
 
-def update(halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step) -> TeamPart:
+def update(
+    halves: Halves, moments: Mapping[str, Tensor | Coded], gradient: Tensor, step: Step, out: Updated | None = None
+) -> TeamPart:
     """See `vbrt.kernels.update.update`."""
-    reference.check(halves, moments, gradient, step)
-    weight = build.HalvedWeight(*(half.data_ptr() for half in halves), gradient=gradient.data_ptr())
+    reference.check(halves, moments, gradient, step, out)
+    weight = _weight(halves, moments)
+    weight.gradient = gradient.data_ptr()
+    to = build.HalvedWeight() if out is None else _weight(*out)
+    eight_bit = any(isinstance(moment, Coded) for moment in moments.values())
+    own = _step(step, _TYPES[gradient.dtype], eight_bit)
+    return TeamPart("update", (weight, to, own), held=(halves, moments, gradient, out))
+
+
+def _weight(halves: Halves, moments: Mapping[str, Tensor | Coded]) -> build.HalvedWeight:
+    weight = build.HalvedWeight(*(half.data_ptr() for half in halves))
     for name, moment in moments.items():
         if isinstance(moment, Coded):
             setattr(weight, f"{name}_scales", moment.scales.data_ptr())
             moment = moment.codes
         setattr(weight, name, moment.data_ptr())
-    eight_bit = any(isinstance(moment, Coded) for moment in moments.values())
-    own = _step(step, _TYPES[gradient.dtype], eight_bit)
-    return TeamPart("update", (weight, own), held=(halves, moments, gradient))
+    return weight
 
 
 @functools.lru_cache(maxsize=64)
