@@ -125,6 +125,7 @@ class TrainingOverrides(TypedDict, total=False):
     activations: int | str
     activations_host: int | str
     moments: Literal["fp32", "8bit"]
+    ahead: int | str
 
 
 class ComputeOverrides(TypedDict, total=False):

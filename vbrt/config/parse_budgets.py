@@ -61,6 +61,13 @@ def parse_budget(value: object, *, where: str) -> Budget:
     raise wrong(where, value, _BUDGET_EXPECTED)
 
 
+def parse_ahead(value: object, *, where: str) -> Budget:
+    """Parse the memory for updates ahead of the step: as `parse_budget`, or 0. where: as there."""
+    if value == 0 and value is not False:
+        return Budget("bytes", 0)
+    return parse_budget(value, where=where)
+
+
 def parse_share(value: object, *, where: str) -> Budget:
     """Parse a share of a GPU's memory: bytes ("12GB") or a percentage of it ("90%"). where: as for `parse_budget`."""
     if value == "auto":

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from vbrt.config.foreign_names import translation
 from vbrt.config.format_records import FORMATS, chosen_formats
-from vbrt.config.parse_budgets import parse_activations, parse_share, parse_weights_budget
+from vbrt.config.parse_budgets import parse_activations, parse_ahead, parse_share, parse_weights_budget
 from vbrt.config.presets import read_toml
 from vbrt.config.section import Section, opt
 from vbrt.config.tier_sections import IO_MODES, CpuTier, GpuTier, PeerTier, SsdTier, memory_budget
@@ -108,6 +108,11 @@ def _held_as(value: object, where: str) -> tuple[tuple[str, str], ...]:
 
 def _budget(value: object, where: str) -> int | str | None:
     return None if value is None else memory_budget(value, where)
+
+
+def _ahead(value: object, where: str) -> int | str:
+    parse_ahead(value, where=where)
+    return value  # type: ignore[return-value]  # parse_ahead raises on anything but int and str
 
 
 def _gpu_memory(value: object, where: str) -> int | str | None:
@@ -283,6 +288,8 @@ class TrainingConfig(Section):
     pinned host memory; bytes ("6GiB"): the fastest mix that fits into that much device memory.
     activations_host: room for offloaded inputs, like a tier's budget; "auto": half of the available memory.
     moments: of the optimizer in mode "full": "fp32", or "8bit", rounded after each step.
+    ahead: host memory for updates in mode "full" that begin within the backward pass, before optimizer.step(): bytes, 0
+    for none; "auto": half of the available memory within tiers.cpu.budget where a GPU computes, else none.
     """
 
     _key: ClassVar[str] = "training"
@@ -290,6 +297,7 @@ class TrainingConfig(Section):
     activations: int | str = opt("keep", _activations)
     activations_host: int | str = opt("auto", memory_budget)
     moments: Literal["fp32", "8bit"] = opt("fp32", choice(*MOMENTS))
+    ahead: int | str = opt("auto", _ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.config import VBConfig
+from vbrt.config.parse_budgets import parse_ahead
 from vbrt.errors import WrapError
+from vbrt.host import accelerator
 from vbrt.model.attachment import Attachment, Seed, Terms
+from vbrt.model.machine_memory import this_machine
 from vbrt.model.pass_hooks import remove_pass_hooks
 from vbrt.model.runtime import Runtime
 from vbrt.report.routing_recorder import RoutingRecorder
@@ -26,6 +29,7 @@ from vbrt.training.full.optimizer_takeover import release_optimizer, take_optimi
 from vbrt.training.full.optimizer_update import Updater
 from vbrt.training.full.resident_params import widen_kept
 from vbrt.training.full.step_in_backward import Stepping
+from vbrt.training.full.update_ahead import Ahead
 
 __all__ = ["FullAttachment"]
 
@@ -36,6 +40,7 @@ class FullAttachment(Attachment):
     Attributes:
         optimizer: the user's, taken over; None before `take`.
         updater: updates its weights.
+        ahead: their updates before the step; None where the config has none.
         clip_ns: time spent clipping.
     """
 
@@ -45,6 +50,7 @@ class FullAttachment(Attachment):
         super().__init__(model, runtime, terms, layers)
         self.optimizer: torch.optim.Optimizer | None = None
         self.updater: Updater | None = None
+        self.ahead: Ahead | None = None
         self._outlet = outlet
         self.clip_ns = 0
         model.__dict__["_apply"] = functools.partial(self._apply_to_all, model)
@@ -70,8 +76,33 @@ class FullAttachment(Attachment):
         if self.optimizer is not None:
             raise WrapError("this model has an optimizer already; unwrap() and wrap it with the other one")
         self.materialize()
-        self.updater = take_optimizer(optimizer, self.weights, eight_bit=self._settings.training.moments == "8bit")
+        asked = parse_ahead(self._settings.training.ahead, where="training.ahead")
+        begins = accelerator.has_streams(self.stack.device) if asked.kind == "auto" else bool(asked.amount)
+        self.updater, self.ahead = take_optimizer(
+            optimizer,
+            self.weights,
+            eight_bit=self._settings.training.moments == "8bit",
+            spare=self._spare_room if begins else None,
+        )
         self.optimizer = optimizer
+
+    def _spare_room(self) -> int:
+        """Return the bytes that updates before the step may add to host memory: see `TrainingConfig.ahead`."""
+        asked = parse_ahead(self._settings.training.ahead, where="training.ahead")
+        machine = this_machine(self._settings)
+        if asked.kind == "auto":
+            in_files = any(not self.stack.levels[page.home].tier.memory for page in list(self.stack.pages.values()))
+            return 0 if in_files else machine.cpu_available_bytes // 2
+        share = machine.cpu_total_bytes / machine.ranks_here
+        limit = int(asked.amount if asked.kind == "bytes" else asked.amount * share)
+        return limit - self.ahead.spare_bytes
+
+    def set_budget(self, tier: str, budget: int | str) -> int:
+        """Change the budget of a tier, for all models on the runtime. See `VBModelWrapper.set_budget`."""
+        if self.ahead is not None:
+            self.settle()
+            self.ahead.release()
+        return super().set_budget(tier, budget)
 
     def _apply_to_all(self, model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """nn.Module's `_apply`, after a check that all weights in the tiers can follow. Raises WrapError."""
@@ -106,6 +137,9 @@ class FullAttachment(Attachment):
             self.clip_ns // 1000,
             self.stack.rewriter.refreshed_bytes,
             self._outlet.device_bytes,
+            updater.ahead,
+            updater.discarded,
+            0 if self.ahead is None else self.ahead.spare_bytes,
         )
         return replace(found, updates=updates)
 

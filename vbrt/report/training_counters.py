@@ -21,6 +21,9 @@ class UpdateStats:
         clip_us: time of gradient clipping, which waits for all gradients.
         refreshed_bytes: written to cached copies of rewritten pages.
         gradient_bytes: on the computing device, outside the budgets, for gradients in transfer.
+        ahead: updates made within the backward pass, before the step.
+        discarded: updates made so that no step took: gradients, settings or states had changed.
+        spare_bytes: of host memory, within the budgets, for updates before the step.
     """
 
     kernel: str
@@ -30,6 +33,9 @@ class UpdateStats:
     clip_us: int = 0
     refreshed_bytes: int = 0
     gradient_bytes: int = 0
+    ahead: int = 0
+    discarded: int = 0
+    spare_bytes: int = 0
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -38,11 +44,16 @@ class UpdateStats:
 
     def __str__(self) -> str:
         clipped = f", clipping {self.clip_us / 1e3:.1f} ms" if self.clip_us else ""
+        ahead = f" · {self.ahead} made before their step" if self.ahead else ""
+        waited = f"layers waited {self.wait_us / 1e3:.1f} ms{clipped}"
         return (
-            f"updates: {self.steps} steps by {self.kernel} · layers waited {self.wait_us / 1e3:.1f} ms{clipped} · "
+            f"updates: {self.steps} steps by {self.kernel}{ahead} · {waited} · "
             f"gradients take {format_bytes(self.gradient_bytes)} of the device, outside the budgets"
         )
 
     def internals(self) -> str:
         """Return the counters that `str` leaves out, as text."""
-        return f"updates: {self.waiting} in flight · {format_bytes(self.refreshed_bytes)} written to cached pages"
+        return (
+            f"updates: {self.waiting} in flight · {self.discarded} made before their step and discarded · "
+            f"{format_bytes(self.spare_bytes)} spare · {format_bytes(self.refreshed_bytes)} written to cached pages"
+        )

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -46,7 +47,19 @@ def rewrite_all(stack: TierStack, keys=KEYS) -> None:
         stack.rewriter.forgo((key,), stack)
 
 
-def train(stack: TierStack, steps: int) -> None:
+def exchange_all(stack: TierStack, keys=KEYS) -> None:
+    """As `rewrite_all`, but the new bytes are written to a spare page, whose memory the page takes."""
+    told = []
+    for key in keys:
+        with stack.rewriter.rewriting(f"{key}.spare") as spare:
+            torch.add(stack.rewriter.peek(key), 1, out=spare)
+        before = stack.rewriter.peek(f"{key}.spare").data_ptr()
+        assert stack.rewriter.exchange(key, f"{key}.spare", partial(told.append, key)) and told[-1] == key
+        assert stack.rewriter.peek(key).data_ptr() == before
+        stack.rewriter.forgo((key,), stack)
+
+
+def train(stack: TierStack, steps: int, rewrite_all=rewrite_all) -> None:
     """Forward and backward of each step; the step's rewrites run while the next forward does."""
     threads = []
     for step in range(steps):
@@ -73,6 +86,27 @@ def test_no_lease_reads_what_was_there_before(tmp_path, top, middle, homes):
     assert not any(level.tier.violations for level in stack.levels[:-1])
     stack.close()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("top", [3, 6])
+def test_no_lease_reads_what_was_there_before_a_page_took_anothers_memory(tmp_path, top):
+    stack = stack_of(tmp_path, top, 20, "cpu")
+    for key in KEYS:
+        stack.add(f"{key}.spare", layout(1), "cpu", lambda out: out.zero_(), _owner(stack)).passes = False
+    within(30, lambda: train(stack, STEPS, exchange_all))
+    assert stack.rewriter.refreshed_bytes > 0
+    assert not any(page.due or page.writer or page.readers for page in stack.pages.values())
+    assert not any(level.tier.violations for level in stack.levels[:-1])
+    assert all((stack.rewriter.peek(key) == STEPS).all() for key in KEYS)
+    stack.close()
+
+
+def test_pages_in_files_exchange_no_memory(tmp_path):
+    stack, told = stack_of(tmp_path, 3, 20, "ssd cpu"), []
+    assert stack.rewriter.peek("p0") is None
+    assert not stack.rewriter.exchange("p0", "p1", lambda: told.append(1)) and not told
+    assert not any(page.due or page.writer for page in stack.pages.values())
+    stack.close()
 
 
 def test_live_counts_are_those_of_a_model_that_is_not_rewritten(tmp_path):

@@ -309,10 +309,10 @@ def test_an_interrupted_step_is_completed_by_the_next_call(monkeypatch, call):
     twin, vb, theirs = with_gradients()
     calls = iter(range(100))
 
-    def submit(self, *args, plain=Updater.submit):
+    def submit(self, *args, plain=Updater.submit, **options):
         if next(calls) == call:
             raise KeyboardInterrupt
-        plain(self, *args)
+        plain(self, *args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Updater, "submit", submit)

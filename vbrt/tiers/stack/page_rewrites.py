@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from vbrt.errors import TierError
+from vbrt.formats.page import unpack
 from vbrt.host.host_memory import aligned
 from vbrt.tiers.protocols.tier import Reservation
 from vbrt.tiers.stack.bounded_waits import Waiting
@@ -98,6 +99,47 @@ class Rewriter:
             if page is not None:
                 page.writer = 0
             self.forgo((key,), token)
+
+    def peek(self, key: str) -> torch.Tensor | None:
+        """Return the page's bytes (uint8) in host memory, valid until the next rewrite; None if its home is no host
+        memory. Blocks no lease. Raises TierError: the page is gone."""
+        with self._guard.lock:
+            home = self._ledger.levels[self._page(key).home].slots[key]
+            tier = home.level.tier
+            return home.view if tier.memory and tier.device.type == "cpu" else None
+
+    def exchange(self, key: str, other: str, done: Callable[[], object]) -> bool:
+        """Rewrite a page with another one's bytes, without copying them: the pages exchange their memory.
+
+        Args:
+            other: a page of the same layout; no other thread uses it.
+            done: called once they have exchanged, under the lock, before copies above are refreshed; it must not fail.
+
+        Returns:
+            False if they are not in one memory; nothing was changed.
+
+        Raises:
+            TierError: a page is gone; or (after the exchange) a copy above could not be refreshed.
+        """
+        token, begun = object(), list[Page]()
+        self.expect((key, other), token)
+        try:
+            begun += [self._begin(key)]
+            begun += [self._begin(other)]
+            with self._guard.lock:
+                one, two = (self._ledger.levels[page.home].slots[page.key] for page in begun)
+                if one.level is not two.level or not one.level.tier.memory or one.charge != two.charge:
+                    return False
+                one.room, two.room = two.room, one.room  # no call in between
+                for slot in (one, two):
+                    slot.tensors = unpack(slot.view, slot.page.layout)
+                done()
+            self._refresh(one, one.view, one.room)
+            return True
+        finally:
+            for page in begun:
+                page.writer = 0
+            self.forgo((key, other), token)
 
     def _begin(self, key: str) -> Page:
         """Wait for all leases and copies of the page; those that begin later wait for the rewrite."""

@@ -28,6 +28,15 @@ of 3 M parameters, a main thread that calls small layers runs at 0.9 of its spee
 update checks again once it holds the page, and computes on a copy if the state is now in a file. Rejected: rollback of
 a failed step, which needs a copy of all state; and clipping by the previous step's norm, which trains another model.
 
+**Updates ahead of the step** (`update_ahead.py`). What people type is `loss.backward(); optimizer.step()`, and updates
+that begin at the step overlap with the next forward only, the shorter half. So a weight is updated within the backward
+pass, out of place, and the step exchanges memory: of its state between two pages of the host, of its high half between
+two page-locked ones (`Rewriter.exchange`), so that nothing is copied. It takes as much memory again as state and high
+half, which is why it is bounded, and not needed. On the GPU's machine, gradients are queued as they reach the host, and
+those of the first layers are updated first, so that what is left at the step is due last in the next forward. The C code
+stores results past the caches: without that it would read the memory that it overwrites (`scripts/update_bench.py`,
+"out of place").
+
 **The user's objects** keep their identity. A weight's parameter keeps its shape and dtype and loses its values
 (`streamed_parameter.py`): `p.grad` is the gradient on the host, writable; reads of values raise an error with the
 parameter's name. The optimizer's class changes in place: its `step` runs torch's own for resident parameters and

@@ -26,9 +26,12 @@ from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.libraries.torch_api import moves_in_place
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, TierStack
+from vbrt.tiers.stack.slots import Page
 from vbrt.training.full.host_gradients import Gradient, Outlet
 from vbrt.training.full.optimizer_update import Updater, WeightState, split_master
 from vbrt.training.full.streamed_parameter import StreamedParameter
+from vbrt.training.full.update_pages import StatePage
+from vbrt.training.full.update_state import Spare
 
 __all__ = ["FullWeight", "graphs_end_here"]
 
@@ -82,6 +85,9 @@ class FullWeight(PagesHandle):
         """Retire all pages, including state and gradient; the handle is empty again."""
         super().retire()
         self.gradient.retire()
+        if self.state is not None:
+            self.state.retire()
+            self.drop_spare()
 
     def store(self, parameter: nn.Parameter) -> None:
         """Move a parameter's values into pages; the object stays, without values.
@@ -129,7 +135,31 @@ class FullWeight(PagesHandle):
         """Give the master's low half and the moments their place in the tiers, once. Raises TierError."""
         if not self.state.placed:
             home = self.spec.home("state", self.stack.names[-1])
-            self.state.place((self.stack, self.owner), moments, home, eight_bit=eight_bit)
+            self.state.place(self.stack, moments, home, eight_bit=eight_bit)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of spare memory for an update ahead of the step; 0 if its pages are not in host memory."""
+        held = self.state is not None and self.state.placed and self.state.memory.in_memory
+        return self.state.memory.nbytes + self.pages[0].nbytes if held and self.state.high.peek() is not None else 0
+
+    def place_spare(self, *, besides: int) -> bool:
+        """Allocate spare memory in the tiers of the state and of the high half; False if they lack room for it besides
+        so many bytes."""
+        stack, state, (page,) = self.stack, self.state, self.pages
+        homes = [state.memory.home.level.tier.name, stack.names[page.home]]
+        with stack.encoding:
+            if self.spare_bytes + besides > min(map(stack.ledger.spare_bytes, homes)):
+                return False
+            state.high.place_spare(homes[1])
+            memory = StatePage(stack, f"{self.name}#state.ahead", state.memory.layout, homes[0], {})
+            state.spare = Spare(memory, memory.nbytes + page.nbytes)
+        return True
+
+    def drop_spare(self) -> None:
+        """Release the spare memory. Idempotent."""
+        self.state.spare = None
+        self.state.high.drop_spare()
 
     def master(self) -> Tensor:
         """Return a copy of the fp32 weight, in the module's orientation, after its pending update."""
@@ -234,6 +264,8 @@ class _High:
 
     def __init__(self, weight: FullWeight) -> None:
         self._weight = weakref.ref(weight)
+        self._spare: Page | None = None
+        self._owner: Owner | None = None  # of the spare
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[Tensor]:
@@ -254,3 +286,50 @@ class _High:
         weight = self._weight()
         if weight is not None:
             weight.stack.rewriter.forgo(weight.keys, token)
+
+    def peek(self) -> Tensor | None:
+        """Return the high half in host memory, until it is rewritten; None if it lives elsewhere."""
+        weight = self._weight()
+        weight.check_pages()
+        (page,) = weight.pages
+        whole = weight.stack.rewriter.peek(page.key)
+        return None if whole is None else unpack(whole, page.layout)["weight"]
+
+    def place_spare(self, home: str) -> None:
+        """Add a spare page. Raises TierError: no room."""
+        weight, owner = self._weight(), Owner(self._weight().stack)
+        (page,) = weight.pages
+        spare = weight.stack.add(f"{page.key}.ahead", page.layout, home, _as_it_is, owner)
+        spare.passes = False
+        self._spare, self._owner = spare, owner
+
+    def drop_spare(self) -> None:
+        """Retire the spare page. Idempotent."""
+        self._spare = self._owner = None
+
+    @contextlib.contextmanager
+    def spare(self) -> Iterator[Tensor]:
+        """Yield the spare page's memory, to fill it."""
+        page = self._spare
+        with self._weight().stack.rewriter.rewriting(page.key) as whole:
+            yield unpack(whole, page.layout)["weight"]
+
+    def take_spare(self, done: Callable[[], object]) -> bool:
+        """Make the spare's bytes the page's. Rows are looked up in a page's memory, which therefore stays: they are
+        copied."""
+        weight = self._weight()
+        weight.check_pages()
+        (page,), rewriter = weight.pages, weight.stack.rewriter
+        if page.passes:
+            return rewriter.exchange(page.key, self._spare.key, done)
+        filled = rewriter.peek(self._spare.key)
+        if filled is None:
+            return False
+        with rewriter.rewriting(page.key, fresh=True) as whole:
+            whole.copy_(filled)
+        done()
+        return True
+
+
+def _as_it_is(page: Tensor) -> None:
+    """Write nothing: a spare is filled before it is read."""

@@ -38,6 +38,10 @@ class GradientPages:
         slot = self._stack.ledger.levels[page.home].slots[page.key]
         return unpack(slot.view, page.layout)["gradient"] if slot.level.tier.memory else None
 
+    def holds(self, dtype: torch.dtype) -> bool:
+        """True if there is a page for gradients of a dtype."""
+        return dtype in self._pages
+
     def keep_until(self, event: torch.Event) -> None:
         """Fence the bf16 gradient's host memory until its copy's event completes: a budget change may re-home the page
         meanwhile."""

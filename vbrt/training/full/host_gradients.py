@@ -30,7 +30,7 @@ from vbrt.tiers.stack.slots import Page
 from vbrt.training.full.accumulate import Sums
 from vbrt.training.full.gradient_pages import GradientPages
 
-__all__ = ["Gradient", "Outlet", "Taken"]
+__all__ = ["Complete", "Gradient", "Outlet", "Taken"]
 
 _BUFFERS = 2  # on the GPU: one is computed into while the other is copied
 _STAGING = 2  # on the host, for gradients to accumulate
@@ -47,11 +47,19 @@ class Taken(NamedTuple):
     factor: float
 
 
+class Complete(NamedTuple):
+    """Gradient of a step that arises in one piece: its memory (bf16), and `key` with it."""
+
+    memory: Tensor
+    key: tuple[int, int]
+
+
 class Arising(NamedTuple):
-    """Gradient being computed: autograd's pass number, and whether it is the last one expected."""
+    """Gradient being computed: autograd's pass number, whether it is the last one expected, and `key` with it."""
 
     number: int
     last: bool
+    key: tuple[int, int]
 
 
 class Gradient:
@@ -68,6 +76,9 @@ class Gradient:
         pages: its storage.
         hidden: invisible to the optimizer's own step.
         version: number of changes; taking it does not count.
+        edits: number of times that users were given its memory, or that pending scales were applied.
+        ahead: called, in autograd's thread, with a step's gradient that arises in one piece, unless `whole` is set;
+            returns what is to be called, from any thread, once it is on the host.
         whole: on completion: called, from a thread that may block, once every expected gradient is accumulated.
         applied: True from an update with this step's gradient to the end of the step.
         expected: forwards since the last step whose gradients are outstanding.
@@ -80,7 +91,8 @@ class Gradient:
         self.name, self.dtype, self.hidden, self._sums = name, dtype, False, sums
         self.factor = 1.0
         self.pages = GradientPages(name, stack, home)
-        self.expected = self.version = 0
+        self.expected = self.version = self.edits = 0
+        self.ahead: Callable[[Complete], Callable[[], None] | None] | None = None
         self.whole: Callable[[], None] | None = None
         self.applied = False
         self._stepped = -1
@@ -105,6 +117,20 @@ class Gradient:
             return summed
         scaled = summed.detach().float() * _fp32(factor)
         return summed.detach().copy_(scaled) if self.exposed else scaled
+
+    @property
+    def arrival(self) -> torch.Event | None:
+        """Event of the copy into its memory; None once that was waited for."""
+        return self._event
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Value that changes whenever the gradient does, or may."""
+        return self.version, self.edits
+
+    def later_bytes(self, elements: int) -> int:
+        """Return the bytes that its pages may still take: a sum's, in the parameter's dtype, beside the first's."""
+        return sum(elements * d.itemsize for d in {torch.bfloat16, self.dtype} if not self.pages.holds(d))
 
     def retire(self) -> None:
         """Retire the gradient's pages. Idempotent."""
@@ -148,7 +174,7 @@ class Gradient:
         self.version += 1
         if self.exposed:
             torch.autograd.Variable._execution_engine.queue_callback(self._arrived)
-        return Arising(current_graph_task(), last)
+        return Arising(current_graph_task(), last, self.key)
 
     def _arrived(self) -> None:
         """Complete an exposed sum at the end of the backward pass."""
@@ -231,6 +257,7 @@ class Gradient:
             self.check_here()
         if self.hidden or self.empty:
             return None
+        self.edits += 1
         self._fold()
         self.settle()
         sum = self._lifted()
@@ -297,6 +324,7 @@ class Gradient:
     def scale_(self, factor: float) -> None:
         """Scale the sum in fp32, lazily: the update applies the factor as it reads."""
         if self.factor != 1:
+            self.edits += 1
             self.settle()
             lifted = self._lifted().to(self.dtype)
             if not self.exposed:
@@ -338,15 +366,18 @@ class Outlet:
         """Compute a gradient (bf16) and accumulate it into a weight's."""
         arising = gradient.arising()
         whole = gradient.whole if arising.last else None
-        if not accelerator.has_streams(self._device):
+        streams = accelerator.has_streams(self._device)
+        if streams:
+            first = self._send(gradient, shape, compute, arising)
+        else:
             with self._here:  # serializes backward passes of several threads
-                self._add_here(gradient, shape, compute, arising)
-            if whole is not None:
-                whole()
-            return
-        self._send(gradient, shape, compute, arising)
+                first = self._add_here(gradient, shape, compute, arising)
         if whole is not None:
-            self._waiting.put(whole)
+            self._waiting.put(whole) if streams else whole()
+        elif arising.last and first is not None and gradient.ahead is not None:
+            arrived = gradient.ahead(Complete(first, arising.key))
+            if arrived is not None:
+                self._waiting.put(partial(_after, gradient.arrival, arrived)) if streams else arrived()
 
     @property
     def device_bytes(self) -> int:
@@ -360,7 +391,8 @@ class Outlet:
             self._waiting.put(done.set)
             done.wait()
 
-    def _send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> None:
+    def _send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> Tensor | None:
+        """Compute a gradient, and begin its copy; return its memory if it is a step's first."""
         if not self._buffers:
             self._open()
         place, self._next = self._next, (self._next + 1) % _BUFFERS
@@ -376,22 +408,25 @@ class Outlet:
         if target is not None:
             self._left[place] = self._copied(target, dw)
             gradient.arrives(self._left[place])
-        else:
-            staging = self._staging.get()
-            target = staging[:elements].view(shape)
-            event = self._left[place] = self._copied(target, dw)
-            add = partial(gradient.add_, target, arising)
-            self._waiting.put(partial(self._add, gradient, add, staging, event, gradient.adding()))
+            return target
+        staging = self._staging.get()
+        target = staging[:elements].view(shape)
+        event = self._left[place] = self._copied(target, dw)
+        add = partial(gradient.add_, target, arising)
+        self._waiting.put(partial(self._add, gradient, add, staging, event, gradient.adding()))
+        return None
 
     @staticmethod
-    def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> None:
+    def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> Tensor | None:
+        """Compute a gradient; return its memory if it is a step's first."""
         first = gradient.begin_(shape, arising)
         if first is not None:
             compute(first)
-        else:
-            further = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
-            compute(further)
-            gradient.add_(further, arising)
+            return first
+        further = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+        compute(further)
+        gradient.add_(further, arising)
+        return None
 
     def _copied(self, target: Tensor, dw: Tensor) -> torch.Event:
         with accelerator.stream(self._stream):
@@ -435,6 +470,15 @@ class Outlet:
 def _work(waiting: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := waiting.get()) is not None:
         task()
+
+
+def _after(event: torch.Event | None, arrived: Callable[[], None]) -> None:
+    try:
+        if event is not None:
+            event.synchronize()
+    except Exception:  # noqa: BLE001 - of the device: raised by the gradient's reader, who waits for the event too
+        return
+    arrived()
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from vbrt.training.full.optimizer_state import StreamedState, load_state, state_
 from vbrt.training.full.optimizer_update import Rule, Scaling, Updater, rule_for
 from vbrt.training.full.resident_params import check_kept, load_kept, step_kept
 from vbrt.training.full.streamed_parameter import StreamedParameter, StreamedWeight
+from vbrt.training.full.update_ahead import Ahead
 
 __all__ = ["StreamedOptimizer", "Turn", "drop_gradients", "open_turn", "release_optimizer", "take_optimizer"]
 
@@ -30,6 +31,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     _vb_updater: Updater
     _vb_eight_bit = False
     _vb_turn: "Turn | None" = None  # an unfinished step
+    _vb_ahead: Ahead | None = None
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -62,6 +64,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for parameter in streamed:
             parameter.weight.gradient.end_step(1.0 if overflowed else divisor)
         self._vb_turn = None
+        if self._vb_ahead is not None:
+            self._vb_ahead.end_step(self.param_groups)
         for parameter in streamed:
             parameter.weight.gradient.expose()
         return loss
@@ -119,7 +123,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         gradient = weight.gradient.held()
         if gradient is not None:
             mark = turn.number, weight.gradient.version
-            self._vb_updater.submit(weight.state, (mark, gradient.read), group, Scaling(divisor, gradient.factor))
+            claim = None if self._vb_ahead is None else partial(self._vb_ahead.claim, weight)
+            scaling = Scaling(divisor, gradient.factor)
+            self._vb_updater.submit(weight.state, (mark, gradient.read), group, scaling, claim=claim)
 
     def __reduce_ex__(self, protocol: int) -> Any:
         raise WrapError(
@@ -173,12 +179,17 @@ def _scaled(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 
 
 def take_optimizer(
-    optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight], *, eight_bit: bool = False
-) -> Updater:
+    optimizer: torch.optim.Optimizer,
+    weights: Iterable[FullWeight],
+    *,
+    eight_bit: bool = False,
+    spare: Callable[[], int] | None = None,
+) -> tuple[Updater, Ahead | None]:
     """Make an optimizer update weights in the tiers, in place.
 
     Args:
         eight_bit: 8-bit moments.
+        spare: returns how many bytes of spare memory updates ahead of the step may take; None: there are none.
 
     Raises:
         WrapError: its class has no rule, or it lacks a weight that trains (named).
@@ -209,12 +220,13 @@ def take_optimizer(
     for rank, weight in enumerate(weights):
         weight.updater, weight.state.rank = updater, rank
         _take_state(optimizer, weight)
-    optimizer.__dict__.update(_vb_updater=updater, _vb_eight_bit=eight_bit)
+    ahead = None if spare is None else Ahead(updater, weights, optimizer.param_groups, spare)
+    optimizer.__dict__.update(_vb_updater=updater, _vb_eight_bit=eight_bit, _vb_ahead=ahead)
     optimizer.__class__ = _class_for(plain)
     optimizer.state = StreamedState(optimizer)
     if "step" in optimizer.__dict__:  # wrapped by a scheduler
         optimizer.__dict__["step"] = _counted(optimizer)
-    return updater
+    return updater, ahead
 
 
 def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWeight]) -> None:
@@ -230,6 +242,9 @@ def release_optimizer(optimizer: torch.optim.Optimizer, weights: Iterable[FullWe
     if isinstance(optimizer, StreamedOptimizer):
         optimizer.state = defaultdict(dict, optimizer.state)
         optimizer.__class__ = type(optimizer).__mro__[2]
+        ahead = optimizer.__dict__.pop("_vb_ahead")
+        if ahead is not None:
+            ahead.detach()
         for name in ("_vb_updater", "_vb_eight_bit", "_vb_turn"):
             optimizer.__dict__.pop(name, None)
         if "step" in optimizer.__dict__ and _is_counted(optimizer):

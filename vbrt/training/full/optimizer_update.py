@@ -13,6 +13,10 @@ bits and the moments stay on the host, in memory or files.
 A failed step can be completed: an update's error is raised to its waiter, and waiting again retries it. Each update
 keeps its gradient until the weight is stored, so that nothing is updated twice, and a full disk or a failed read loses
 nothing. A weight is not used for compute before its update is stored.
+
+`Updater.prepare(prepared)` computes an update out of place before its step, in the spare memory of the weight, which
+stays as it is until then (`update_ahead.py` says when). A `submit` that claims it exchanges memory, and computes
+nothing.
 """
 
 import atexit
@@ -34,15 +38,26 @@ from vbrt.errors import TierError
 from vbrt.host.logger import warn
 from vbrt.host.worker_threads import Crew
 from vbrt.kernels import kernel_refusal, resolve
-from vbrt.kernels.update import GRADIENTS, Step, join_master, split_master
+from vbrt.kernels.update import GRADIENTS, Step, Updated, join_master, split_master
 from vbrt.training.full.update_pages import STAGED, Fields
 from vbrt.training.full.update_rules import Rule, Scaling, rule_for
 from vbrt.training.full.update_state import HighPage, WeightState
 from vbrt.training.full.update_threads import Helpers, cores
 
-__all__ = ["HighPage", "Rule", "Scaling", "Updater", "WeightState", "join_master", "rule_for", "split_master"]
+__all__ = [
+    "HighPage",
+    "Prepared",
+    "Rule",
+    "Scaling",
+    "Updater",
+    "WeightState",
+    "join_master",
+    "rule_for",
+    "split_master",
+]
 
 Gradient = tuple[object, Callable[[], Tensor]]
+_AHEAD = 1 << 32  # urgency of the first layer's update ahead of its step: more than any that is due
 _LOOK_SECONDS = 0.02  # polling interval of waiters, in case a wake-up was lost
 
 
@@ -61,6 +76,8 @@ class Updater:
     Attributes:
         kernel: the update kernel.
         fallbacks: deviations from the config.
+        ahead: updates that took what was computed before their step.
+        discarded: results computed ahead that no step took.
     """
 
     def __init__(self, rule: Rule, *, threads: int | None = None) -> None:
@@ -73,6 +90,7 @@ class Updater:
             warn(self.fallbacks[0], stacklevel=2)
         self._threads = threads or cores() - cores() // 4
         self._open: dict[int, _Update] = {}  # by the state's id, in order of submission
+        self.ahead = self.discarded = 0
         self._begin()
         _updaters.add(self)
 
@@ -86,8 +104,32 @@ class Updater:
 
     # -- submission and waiting ---------------------------------------------------------------------------------------
 
+    def step_of(self, state: WeightState, group: Mapping[str, Any], scaling: Scaling) -> Step:
+        """Return the parameters of a weight's next update, with its group's settings of now."""
+        number = state.steps + 1
+        resumed = self.rule.resumes and number == 1 and state.has_moments
+        return self.rule.step(group, number + resumed, scaling)
+
+    def prepare(self, prepared: "Prepared") -> None:
+        """Compute an update ahead of its step, after all updates that are due, the first layers' first. Errors leave
+        it undone: its step will meet them."""
+        if self._pid != os.getpid():
+            self._begin()
+        self._computing.give(prepared, self._prepare)
+
+    def drop(self, prepared: "Prepared") -> None:
+        """Discard what was, or will be, computed ahead."""
+        prepared.dropped = True
+        self.discarded += prepared.begun
+
     def submit(
-        self, state: WeightState, grad: Gradient, group: Mapping[str, Any], scaling: Scaling | None = None
+        self,
+        state: WeightState,
+        grad: Gradient,
+        group: Mapping[str, Any],
+        scaling: Scaling | None = None,
+        *,
+        claim: "Callable[[Step], Prepared | None] | None" = None,
     ) -> None:
         """Begin a weight's update, unless it was begun with the same gradient before.
 
@@ -95,6 +137,7 @@ class Updater:
             grad: key that identifies this gradient, and a reader of it (bf16 or fp32, of the weight's shape); the
                 reader is called when its turn comes, so the gradient must not change until then.
             group: its settings, read now.
+            claim: returns what was computed ahead for exactly this step, if anything.
 
         Raises:
             TierError: an earlier update failed.
@@ -103,10 +146,9 @@ class Updater:
         if state.applied == mark:  # Ctrl-C hit the caller after an earlier submit
             return
         self.wait(state)
-        number = state.steps + 1
-        resumed = self.rule.resumes and number == 1 and state.has_moments
-        step = self.rule.step(group, number + resumed, scaling or Scaling())
+        number, step = state.steps + 1, self.step_of(state, group, scaling or Scaling())
         update = _Update(state, read, step)
+        update.prepared = None if claim is None else claim(step)
         self._open[id(state)] = update
         state.steps, state.has_moments, state.applied = number, True, mark  # nothing in between may fail
         if state.shown is not None and state.memory.in_memory:
@@ -179,6 +221,19 @@ class Updater:
         self._computing.give(update, self._compute)
         update.given = True
 
+    def _prepare(self, prepared: "Prepared") -> None:
+        if prepared.dropped or id(prepared.state) in self._open:
+            return
+        prepared.begun = True
+        try:
+            prepared.run(self.kernel.run, self.helpers)
+            prepared.done = True
+        except TierError:  # its pages are gone, or in files
+            pass
+        except Exception as error:  # noqa: BLE001 - the step will meet it, if it is one of the weight's
+            reason = f"{prepared.state.name}: its update ahead of the step failed ({error}); it is made at the step"
+            self.fallbacks += [] if reason in self.fallbacks else [reason]
+
     def _load(self, update: "_Update") -> None:
         """Read a state from its file into a free staging slot."""
         if update.staging is None and not (update.computed or update.ended):
@@ -193,6 +248,7 @@ class Updater:
             return
         if update.loads and update.staging is None:
             self._computing.take(update.loaded)
+        self.ahead += update.take()
         with contextlib.ExitStack() as pages:
             update.run(pages, self.kernel.run, self.helpers)
         update.rewritten = True
@@ -224,8 +280,42 @@ def _readable(gradient: Tensor) -> Tensor:
     return gradient if gradient.dtype in GRADIENTS else gradient.float()
 
 
+class Prepared:
+    """Update of a weight ahead of its step, into its spare memory.
+
+    Args:
+        gradient: on the host.
+
+    Attributes:
+        step: that it would be.
+        begun, done, dropped: progress.
+    """
+
+    def __init__(self, state: WeightState, gradient: Tensor, step: Step) -> None:
+        self.state, self.step, self.spare = state, step, state.spare
+        self._gradient = gradient
+        self.begun = self.done = self.dropped = False
+        self.urgency = _AHEAD + state.rank
+
+    def run(self, kernel: Callable[..., Any], helpers: Helpers) -> None:
+        """Compute it. Raises TierError: its memory is not there any more."""
+        state, spare = self.state, self.spare.memory
+        with contextlib.ExitStack() as pages:
+            held = pages.enter_context(state.memory.rewriting())  # excludes rehoming; it is only read
+            to = pages.enter_context(spare.rewriting())
+            new = pages.enter_context(state.high.spare())
+            high = state.high.peek()
+            if high is None or not (state.memory.in_memory and spare.in_memory):
+                raise TierError(f"{state.name}: a budget change moved it into a file")
+            own = state.halves_in(high, held), state.moments_in(held)
+            out = Updated(state.halves_in(new, to), state.moments_in(to))
+            helpers.run(high.numel(), kernel(*own, _readable(self._gradient), self.step, out))
+
+
 class _Update:
     """One weight's update, and its progress."""
+
+    prepared: Prepared | None = None
 
     def __init__(self, state: WeightState, gradient: Callable[[], Tensor], step: Step) -> None:
         self.state, self.step = state, step
@@ -237,9 +327,26 @@ class _Update:
         self.loaded, self.bell = _Bell(), _Bell()
         self.urgency = 1 + state.rank if state.memory.in_memory else 0
 
+    def take(self) -> bool:
+        """Take what was computed ahead, if it is complete and in memory; True if so."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is None or self.loads or self.computed or not prepared.done:
+            if prepared is not None:
+                prepared.dropped = True
+            return False
+        spare = prepared.spare
+
+        def taken() -> None:
+            self.state.memory, spare.memory = spare.memory, self.state.memory
+            self.computed = True
+
+        return spare.memory.in_memory and self.state.memory.in_memory and self.state.high.take_spare(taken)
+
     def run(self, pages: contextlib.ExitStack, kernel: Callable[..., Any], helpers: Helpers) -> None:
         """Do one step; if it was computed but not stored, write the high half again. `pages` stores it."""
         state = self.state
+        if self.computed and self.high is None:  # taken
+            return
         high = pages.enter_context(state.high.rewriting()).view(-1)
         if self.computed:
             high.copy_(self.high)

@@ -55,8 +55,18 @@ class StreamedWeight(Protocol):
     def name(self) -> str:
         """The name of the weight."""
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of spare memory for an update ahead of the step; 0 if its pages are not in host memory."""
+
     def place_state(self, moments: Mapping[str, str], *, eight_bit: bool) -> None:
         """Give the master's low half and the moments their place in the tiers, once."""
+
+    def place_spare(self, *, besides: int) -> bool:
+        """Allocate spare memory; False without room for it besides so many bytes."""
+
+    def drop_spare(self) -> None:
+        """Release the spare memory. Idempotent."""
 
 
 class StreamedParameter(nn.Parameter):

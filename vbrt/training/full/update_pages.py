@@ -28,11 +28,10 @@ def state_layout(fields: Mapping[str, tuple[str, int]]) -> PageLayout:
 
 
 class StatePage:
-    """Page of one weight's optimizer state; retired with its owner.
+    """Page of one weight's optimizer state; retired by `retire`, or with the object.
 
     Args:
         stack: its tiers.
-        owner: of the weight's pages.
         key: page key.
         home: initial tier; budget changes may re-home it.
         values: initial values by name; other fields are zero.
@@ -41,8 +40,8 @@ class StatePage:
         TierError: no room, or it cannot be written.
     """
 
-    def __init__(self, stack: TierStack, owner: Owner, key: str, layout: PageLayout, home: str, values: Fields) -> None:
-        self._stack = stack
+    def __init__(self, stack: TierStack, key: str, layout: PageLayout, home: str, values: Fields) -> None:
+        self._stack, self._owner = stack, Owner(stack)
 
         def write(out: Tensor) -> None:
             out.zero_()
@@ -50,7 +49,16 @@ class StatePage:
             for name, value in values.items():
                 views[name].copy_(value)
 
-        self._page = stack.add(key, layout, home, write, owner, local=True)
+        self._page = stack.add(key, layout, home, write, self._owner, local=True)
+
+    def retire(self) -> None:
+        """Retire the page. Idempotent."""
+        self._stack.retire(self._owner)
+
+    @property
+    def layout(self) -> PageLayout:
+        """Layout of the page."""
+        return self._page.layout
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vbrt.errors import WrapError
 from vbrt.formats.page import PageLayout
+from vbrt.host.host_memory import Loan
 from vbrt.kernels.update import (
     BLOCK,
     TILE,
@@ -21,10 +22,10 @@ from vbrt.kernels.update import (
     encode_second,
     join_master,
 )
-from vbrt.tiers import Owner, TierStack
+from vbrt.tiers import TierStack
 from vbrt.training.full.update_pages import Fields, StatePage, state_layout
 
-__all__ = ["HighPage", "Plain", "WeightState"]
+__all__ = ["HighPage", "Plain", "Spare", "WeightState"]
 
 _LOWER = ("low", "ties", "tied")  # parts of a master besides its high half
 _CODES = {"first": "int8", "second": "uint8"}
@@ -44,6 +45,17 @@ class HighPage(Protocol):
     def forgo(self, token: object) -> None:
         """Unblock them. Idempotent."""
 
+    def peek(self) -> Tensor | None:
+        """Return the high half in host memory, valid until it is rewritten; None if it lives elsewhere. Blocks no
+        lease."""
+
+    def spare(self) -> contextlib.AbstractContextManager[Tensor]:
+        """Yield the spare page's memory, to fill it."""
+
+    def take_spare(self, done: Callable[[], object]) -> bool:
+        """Make the spare's bytes the page's, and the page's memory the spare's; call `done` once that is so. False if
+        they are not in one memory."""
+
 
 class Plain:
     """State in plain tensors: of a weight without an optimizer, or outside the tiers."""
@@ -58,6 +70,19 @@ class Plain:
     def rewriting(self) -> Iterator[Fields]:
         """Yield its fields, to change in place."""
         yield self._fields
+
+
+@dataclass(eq=False)
+class Spare:
+    """Spare memory of a weight, for an update ahead of the step; beside it the high page has a spare one.
+
+    Attributes:
+        memory: page in the layout of the state's.
+        nbytes: of both pages.
+    """
+
+    memory: StatePage
+    nbytes: int
 
 
 @dataclass(eq=False)
@@ -77,6 +102,8 @@ class WeightState:
         has_moments: True once an update has filled them, or they were loaded.
         applied: key of the gradient of the last update begun.
         loads: number of loads of other values.
+        edits: number of times that low half or moments were set, or given to users.
+        spare: memory for updates ahead of the step; None without.
     """
 
     name: str
@@ -91,6 +118,9 @@ class WeightState:
     has_moments: bool = False
     applied: object = None
     loads: int = 0
+    edits: int = 0
+    spare: Spare | None = None
+    _loans: dict[str, Loan] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, high: HighPage, halves: Halves) -> "WeightState":
@@ -120,11 +150,16 @@ class WeightState:
                 raise WrapError(f"{self.name}: {name} has no form of 8 bits; take moments in fp32, or no amsgrad")
         return state_layout(fields | {"ties": ("uint8", -(-count // 8)), "tied": ("uint8", -(-count // TILE))})
 
-    def place(self, tiers: tuple[TierStack, Owner], kinds: Mapping[str, str], home: str, *, eight_bit: bool) -> None:
+    def place(self, stack: TierStack, kinds: Mapping[str, str], home: str, *, eight_bit: bool) -> None:
         """Move the state into a page, with zero moments. Raises TierError as `StatePage`."""
         layout, held = self.layout(kinds, eight_bit=eight_bit), self._fields()
-        page = StatePage(*tiers, f"{self.name}#state", layout, home, {name: held[name] for name in _LOWER})
+        page = StatePage(stack, f"{self.name}#state", layout, home, {name: held[name] for name in _LOWER})
         self.memory, self.kinds, self.eight_bit = page, dict(kinds), eight_bit
+
+    def retire(self) -> None:
+        """Retire its pages. Idempotent."""
+        if self.placed:
+            self.memory.retire()
 
     @property
     def _count(self) -> int:
@@ -161,6 +196,16 @@ class WeightState:
         return self.steps, self.loads
 
     @property
+    def reading(self) -> tuple[int, int, int]:
+        """Value that changes whenever what an update reads of it does, or may."""
+        return self.steps, self.loads, self.edits
+
+    @property
+    def lent(self) -> bool:
+        """True while users hold moments that alias its memory."""
+        return any(loan.alive for loan in self._loans.values())
+
+    @property
     def step(self) -> Tensor:
         """Steps as an fp32 tensor, like torch's; it advances with aliased moments."""
         now = torch.tensor(float(self.steps), dtype=torch.float32, device="cpu")
@@ -186,7 +231,18 @@ class WeightState:
             return {}
         held = self.moments_in(self._fields())
         whole = {kind: _DECODE[kind](m) if isinstance(m, Coded) else m for kind, m in held.items()}
-        return {name: whole[kind].view(self.shape) for name, kind in self.kinds.items()}
+        whole = {kind: moment.view(self.shape) for kind, moment in whole.items()}
+        if self.memory.in_memory and not self.eight_bit:
+            whole = {kind: self._lend(kind, moment) for kind, moment in whole.items()}
+        return {name: whole[kind] for name, kind in self.kinds.items()}
+
+    def _lend(self, kind: str, moment: Tensor) -> Tensor:
+        """Return a tensor on a moment's memory, whose holders may write it."""
+        self.edits += 1
+        loan = self._loans.get(kind)
+        if loan is None or loan.memory.data_ptr() != moment.data_ptr():
+            loan = self._loans[kind] = Loan(moment)
+        return loan.tensor()
 
     @moments.setter
     def moments(self, moments: Mapping[str, Tensor]) -> None:
@@ -205,6 +261,7 @@ class WeightState:
         self.has_moments = bool(moments)
 
     def _change(self, values: Fields) -> None:
+        self.edits += 1
         memory = self.memory
         if memory.in_memory:
             with memory.rewriting() as fields:
