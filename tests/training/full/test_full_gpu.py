@@ -95,3 +95,51 @@ def test_a_model_trains_as_resident(budget, pieces, recompute, within):
         ] == []
         stats = vb.stats()
         assert stats.tiers["gpu"].peak_bytes <= stats.tiers["gpu"].budget_bytes
+        assert (stats.updates.ahead > 0) == (pieces == 1 and not within)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_updates_ahead_of_the_step_have_the_bits_of_those_at_the_step(budget, recompute):
+    """In steps that wait for nothing, some of which clip below the norm, drop their gradients or are of two passes."""
+    results = []
+    for ahead in ("auto", 0):
+        torch.manual_seed(0)
+        model = Wide().cuda()
+        model.recompute = recompute
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = {"tiers": {"gpu": {"budget": budget}}, "training": {"ahead": ahead}}
+        with vbrt.wrap(model, "full", optimizer=optimizer, **config) as vb:
+            losses = run(vb, optimizer, 6, 1)
+            for norm in (1e9, 1e9, 0.01, 1e9, 1e9):
+                losses += run(vb, Clipping(vb, norm), 1, 1)
+            losses += run(vb, Dropping(vb), 1, 1) + run(vb, optimizer, 3, 1)
+            losses += run(vb, optimizer, 2, 2) + run(vb, optimizer, 3, 1)
+            vb.settle()
+            found = vb.stats().updates
+            results.append((losses, {name: value.cpu() for name, value in vb.state_dict().items()}))
+        assert bool(found.ahead) == bool(found.discarded) == bool(found.spare_bytes) == (ahead == "auto")
+    (losses, weights), (expected, bits) = results
+    assert losses == expected
+    assert [name for name, value in bits.items() if not torch.equal(value, weights[name])] == []
+
+
+class Clipping:
+    """Steps of a wrapper with clipping."""
+
+    def __init__(self, vb, norm: float) -> None:
+        self.vb, self.norm = vb, norm
+
+    def step(self) -> None:
+        self.vb.clip_grad_norm_(self.norm)
+        self.vb.step()
+
+
+class Dropping:
+    """Steps that are left out: their gradients are dropped."""
+
+    def __init__(self, vb) -> None:
+        self.vb = vb
+
+    def step(self) -> None:
+        self.vb.zero_grad()

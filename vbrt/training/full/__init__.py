@@ -33,9 +33,9 @@ that begin at the step overlap with the next forward only, the shorter half. So 
 pass, out of place, and the step exchanges memory: of its state between two pages of the host, of its high half between
 two page-locked ones (`Rewriter.exchange`), so that nothing is copied. It takes as much memory again as state and high
 half, which is why it is bounded, and not needed. On the GPU's machine, gradients are queued as they reach the host, and
-those of the first layers are updated first, so that what is left at the step is due last in the next forward. The C code
-stores results past the caches: without that it would read the memory that it overwrites (`scripts/update_bench.py`,
-"out of place").
+those of the first layers are updated first, so that what is left at the step is due last in the next forward. The C
+code stores results past the caches: without that it would read the memory that it overwrites (`scripts/update_bench.py`
+times it, "out of place").
 
 **The user's objects** keep their identity. A weight's parameter keeps its shape and dtype and loses its values
 (`streamed_parameter.py`): `p.grad` is the gradient on the host, writable; reads of values raise an error with the
