@@ -99,10 +99,8 @@ class FullAttachment(Attachment):
 
     def set_budget(self, tier: str, budget: int | str) -> int:
         """Change the budget of a tier, for all models on the runtime. See `VBModelWrapper.set_budget`."""
-        if self.ahead is not None:
-            self.settle()
-            self.ahead.release()
-        return super().set_budget(tier, budget)
+        with contextlib.nullcontext() if self.ahead is None else self.ahead.released():
+            return super().set_budget(tier, budget)
 
     def _apply_to_all(self, model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """nn.Module's `_apply`, after a check that all weights in the tiers can follow. Raises WrapError."""
@@ -199,6 +197,8 @@ class FullAttachment(Attachment):
     def close(self) -> None:
         """Free the pages of this model and stop its threads. Idempotent."""
         self._outlet.close()
+        if self.ahead is not None:
+            self.ahead.detach()
         if self.updater is not None:
             self.updater.close()
         super().close()

@@ -311,6 +311,16 @@ def test_steps_that_do_not_wait_for_what_was_begun_have_the_same_bits():
     assert_same_bits(loop)
 
 
+def test_an_optimizer_outlives_the_pages():
+    vb = vbrt.wrap(Tiny(), "full", optimizer=adamw, training={"ahead": MIB})
+    plain(vb)
+    optimizer = vb.optimizer
+    assert vb.stats().updates.spare_bytes > 0
+    vb.settle()
+    vb.close()
+    optimizer.step()
+
+
 def test_a_cpu_that_computes_the_model_updates_at_the_step_unless_asked():
     with vbrt.wrap(Tiny(), "full", optimizer=adamw) as vb:
         assert vb.optimizer._vb_ahead is None

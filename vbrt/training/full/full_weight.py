@@ -26,7 +26,6 @@ from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.libraries.torch_api import moves_in_place
 from vbrt.residency.plan import PageSpec
 from vbrt.tiers import Lease, Owner, TierStack
-from vbrt.tiers.stack.slots import Page
 from vbrt.training.full.host_gradients import Gradient, Outlet
 from vbrt.training.full.optimizer_update import Updater, WeightState, split_master
 from vbrt.training.full.streamed_parameter import StreamedParameter
@@ -71,7 +70,7 @@ class FullWeight(PagesHandle):
         self.gradient.settle = functools.partial(_settle, weakref.ref(self))
         self.outlet = outlet
         self.updater: Updater | None = None
-        self.wait_ns = 0
+        self.wait_ns = self._spares = 0
         self._device_before = torch.device("cpu")
 
     @property
@@ -87,7 +86,6 @@ class FullWeight(PagesHandle):
         self.gradient.retire()
         if self.state is not None:
             self.state.retire()
-            self.drop_spare()
 
     def store(self, parameter: nn.Parameter) -> None:
         """Move a parameter's values into pages; the object stays, without values.
@@ -151,15 +149,14 @@ class FullWeight(PagesHandle):
         with stack.encoding:
             if self.spare_bytes + besides > min(map(stack.ledger.spare_bytes, homes)):
                 return False
-            state.high.place_spare(homes[1])
-            memory = StatePage(stack, f"{self.name}#state.ahead", state.memory.layout, homes[0], {})
-            state.spare = Spare(memory, memory.nbytes + page.nbytes)
+            self._spares += 1  # an older spare may still be in use
+            ahead = f"ahead.{self._spares}"
+            owner = Owner(stack)
+            high = stack.add(f"{page.key}.{ahead}", page.layout, homes[1], _as_it_is, owner)
+            high.passes = False
+            memory = StatePage(stack, f"{self.name}#state.{ahead}", state.memory.layout, homes[0], {})
+            state.spare = Spare(memory, (high, owner), memory.nbytes + page.nbytes)
         return True
-
-    def drop_spare(self) -> None:
-        """Release the spare memory. Idempotent."""
-        self.state.spare = None
-        self.state.high.drop_spare()
 
     def master(self) -> Tensor:
         """Return a copy of the fp32 weight, in the module's orientation, after its pending update."""
@@ -264,8 +261,6 @@ class _High:
 
     def __init__(self, weight: FullWeight) -> None:
         self._weight = weakref.ref(weight)
-        self._spare: Page | None = None
-        self._owner: Owner | None = None  # of the spare
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[Tensor]:
@@ -295,34 +290,22 @@ class _High:
         whole = weight.stack.rewriter.peek(page.key)
         return None if whole is None else unpack(whole, page.layout)["weight"]
 
-    def place_spare(self, home: str) -> None:
-        """Add a spare page. Raises TierError: no room."""
-        weight, owner = self._weight(), Owner(self._weight().stack)
-        (page,) = weight.pages
-        spare = weight.stack.add(f"{page.key}.ahead", page.layout, home, _as_it_is, owner)
-        spare.passes = False
-        self._spare, self._owner = spare, owner
-
-    def drop_spare(self) -> None:
-        """Retire the spare page. Idempotent."""
-        self._spare = self._owner = None
-
     @contextlib.contextmanager
-    def spare(self) -> Iterator[Tensor]:
-        """Yield the spare page's memory, to fill it."""
-        page = self._spare
+    def filling(self, spare: Spare) -> Iterator[Tensor]:
+        """Yield the memory of a spare's high page, to fill it."""
+        page, _ = spare.high
         with self._weight().stack.rewriter.rewriting(page.key) as whole:
             yield unpack(whole, page.layout)["weight"]
 
-    def take_spare(self, done: Callable[[], object]) -> bool:
-        """Make the spare's bytes the page's. Rows are looked up in a page's memory, which therefore stays: they are
+    def take(self, spare: Spare, done: Callable[[], object]) -> bool:
+        """Make a spare's bytes the page's. Rows are looked up in a page's memory, which therefore stays: they are
         copied."""
         weight = self._weight()
         weight.check_pages()
         (page,), rewriter = weight.pages, weight.stack.rewriter
         if page.passes:
-            return rewriter.exchange(page.key, self._spare.key, done)
-        filled = rewriter.peek(self._spare.key)
+            return rewriter.exchange(page.key, spare.high[0].key, done)
+        filled = rewriter.peek(spare.high[0].key)
         if filled is None:
             return False
         with rewriter.rewriting(page.key, fresh=True) as whole:

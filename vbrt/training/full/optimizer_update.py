@@ -179,6 +179,13 @@ class Updater:
             self._wait(update)
         return tried
 
+    def calm(self) -> None:
+        """Wait until no update is running, or one has failed. Raises nothing."""
+        while self._pid == os.getpid() and not any(stage.failure or stage.closed for stage in self._stages):
+            if not any(update.given for update in list(self._open.values())):
+                return
+            time.sleep(_LOOK_SECONDS)
+
     def close(self) -> None:
         """End the threads; updates that have not begun are discarded. Idempotent."""
         for stage in self._stages:
@@ -299,11 +306,11 @@ class Prepared:
 
     def run(self, kernel: Callable[..., Any], helpers: Helpers) -> None:
         """Compute it. Raises TierError: its memory is not there any more."""
-        state, spare = self.state, self.spare.memory
+        state, spare = self.state, self.spare.memory  # it stays with this update, whoever drops it
         with contextlib.ExitStack() as pages:
             held = pages.enter_context(state.memory.rewriting())  # excludes rehoming; it is only read
             to = pages.enter_context(spare.rewriting())
-            new = pages.enter_context(state.high.spare())
+            new = pages.enter_context(state.high.filling(self.spare))
             high = state.high.peek()
             if high is None or not (state.memory.in_memory and spare.in_memory):
                 raise TierError(f"{state.name}: a budget change moved it into a file")
@@ -340,7 +347,7 @@ class _Update:
             self.state.memory, spare.memory = spare.memory, self.state.memory
             self.computed = True
 
-        return spare.memory.in_memory and self.state.memory.in_memory and self.state.high.take_spare(taken)
+        return spare.memory.in_memory and self.state.memory.in_memory and self.state.high.take(spare, taken)
 
     def run(self, pages: contextlib.ExitStack, kernel: Callable[..., Any], helpers: Helpers) -> None:
         """Do one step; if it was computed but not stored, write the high half again. `pages` stores it."""

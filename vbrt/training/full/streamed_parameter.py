@@ -65,9 +65,6 @@ class StreamedWeight(Protocol):
     def place_spare(self, *, besides: int) -> bool:
         """Allocate spare memory; False without room for it besides so many bytes."""
 
-    def drop_spare(self) -> None:
-        """Release the spare memory. Idempotent."""
-
 
 class StreamedParameter(nn.Parameter):
     """Parameter whose values live in the tiers; converted from a plain one in place, by `become_`."""

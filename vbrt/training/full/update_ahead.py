@@ -18,9 +18,11 @@ gradients have their place, from the room that the state's tier has left besides
 layers, for which the next forward waits first. State in files is updated at the step.
 """
 
+import contextlib
 import math
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,7 +81,7 @@ class Ahead:
     ) -> None:
         self._updater, self._room = updater, room
         self._places = {id(weight): _Place(weakref.ref(weight)) for weight in weights}
-        self._full = False
+        self._full, self._lock = False, threading.Lock()
         self._read(groups)
         for weight in self._weights():
             weight.gradient.ahead = partial(self._complete, self._places[id(weight)])
@@ -95,6 +97,10 @@ class Ahead:
 
     def _complete(self, place: _Place, gradient: Complete) -> Callable[[], None] | None:
         """Note a complete gradient; return what begins the weight's update, if it is to be made ahead."""
+        with self._lock:
+            return self._begun(place, gradient)
+
+    def _begun(self, place: _Place, gradient: Complete) -> Callable[[], None] | None:
         weight, group, before = place.weight(), place.group, place.note
         if before is not None:
             self._forget(place)
@@ -114,15 +120,18 @@ class Ahead:
     def claim(self, weight: StreamedWeight, step: Step) -> Prepared | None:
         """Return what was computed ahead for exactly this step, or None; and predict the next one."""
         place = self._places.get(id(weight))
-        note = None if place is None else place.note
-        if note is None:
+        if place is None:
             return None
-        same = note.key == weight.gradient.key and note.step == step and note.reading == weight.state.reading
-        if not same or note.repeated or weight.state.lent:
-            self._forget(place)
-            return None
-        place.note, place.trusted = None, True
-        return note.prepared
+        with self._lock:
+            note = place.note
+            if note is None:
+                return None
+            same = note.key == weight.gradient.key and note.step == step and note.reading == weight.state.reading
+            if not same or note.repeated or weight.state.lent:
+                self._forget(place)
+                return None
+            place.note, place.trusted = None, True
+            return note.prepared
 
     def _forget(self, place: _Place) -> None:
         """Discard the work on a gradient, and predict that the next step does not take it either."""
@@ -138,20 +147,23 @@ class Ahead:
 
     def end_step(self, groups: Groups) -> None:
         """End a step: discard what it has not taken, see who is in which group, and allocate spare memory."""
-        self._read(groups)
+        with self._lock:
+            self._read(groups)
+            self._forget_all()
+            lacking = []
+            for weight in self._weights():
+                state = weight.state
+                if state.spare is not None and not state.spare.memory.in_memory:
+                    state.spare = None
+                if state.spare is None and self._places[id(weight)].trusted and weight.spare_bytes:
+                    lacking.append(weight)
+            if lacking and not self._full:
+                self._allocate(sorted(lacking, key=lambda weight: weight.state.rank))
+
+    def _forget_all(self) -> None:
         for place in self._places.values():
             if place.note is not None:
                 self._forget(place)
-            weight = place.weight()
-            if weight is not None and weight.state.spare is not None and not weight.state.spare.memory.in_memory:
-                weight.drop_spare()
-        lacking = [
-            weight
-            for weight in self._weights()
-            if weight.state.spare is None and weight.spare_bytes and self._places[id(weight)].trusted
-        ]
-        if lacking and not self._full:
-            self._allocate(sorted(lacking, key=lambda weight: weight.state.rank))
 
     def _allocate(self, weights: Iterable[StreamedWeight]) -> None:
         room, every = self._room(), self._weights()
@@ -162,19 +174,27 @@ class Ahead:
                 return
             room -= weight.state.spare.nbytes
 
-    def release(self) -> None:
-        """Release all spare memory; a later step may allocate some again. No update may be running."""
-        for place in self._places.values():
-            if place.note is not None:
-                self._forget(place)
-        for weight in self._weights():
-            weight.drop_spare()
-        self._full = False
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Release all spare memory for the block; steps after it may allocate some again. Any thread may do so."""
+        self._updater.calm()
+        with self._lock:
+            self._full = True
+            self._forget_all()
+            for weight in self._weights():
+                weight.state.spare = None
+        try:
+            yield
+        finally:
+            self._full = False
 
     def detach(self) -> None:
-        """End it: gradients are not followed any more."""
-        for weight in self._weights():
-            weight.gradient.ahead = None
+        """End it: gradients are not followed any more, and the spare memory is released. Idempotent."""
+        with self._lock:
+            self._forget_all()
+            for weight in self._weights():
+                weight.gradient.ahead = weight.state.spare = None
+            self._places = {}
 
 
 def _is_on_device(value: object) -> bool:

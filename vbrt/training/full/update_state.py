@@ -22,7 +22,8 @@ from vbrt.kernels.update import (
     encode_second,
     join_master,
 )
-from vbrt.tiers import TierStack
+from vbrt.tiers import Owner, TierStack
+from vbrt.tiers.stack.slots import Page
 from vbrt.training.full.update_pages import Fields, StatePage, state_layout
 
 __all__ = ["HighPage", "Plain", "Spare", "WeightState"]
@@ -49,11 +50,11 @@ class HighPage(Protocol):
         """Return the high half in host memory, valid until it is rewritten; None if it lives elsewhere. Blocks no
         lease."""
 
-    def spare(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Yield the spare page's memory, to fill it."""
+    def filling(self, spare: "Spare") -> contextlib.AbstractContextManager[Tensor]:
+        """Yield the memory of a spare's high page, to fill it."""
 
-    def take_spare(self, done: Callable[[], object]) -> bool:
-        """Make the spare's bytes the page's, and the page's memory the spare's; call `done` once that is so. False if
+    def take(self, spare: "Spare", done: Callable[[], object]) -> bool:
+        """Make a spare's bytes the page's, and the page's memory the spare's; call `done` once that is so. False if
         they are not in one memory."""
 
 
@@ -74,14 +75,16 @@ class Plain:
 
 @dataclass(eq=False)
 class Spare:
-    """Spare memory of a weight, for an update ahead of the step; beside it the high page has a spare one.
+    """Spare memory of a weight, for an update ahead of the step; its pages are retired with it.
 
     Attributes:
         memory: page in the layout of the state's.
+        high: page in the layout of the high half's, and its owner.
         nbytes: of both pages.
     """
 
     memory: StatePage
+    high: tuple[Page, Owner]
     nbytes: int
 
 
