@@ -1,12 +1,15 @@
-"""Time merges of plain and of coded fine planes on a GPU, and the coder, on the shapes of Llama-3-8B's layers.
+"""Time merges of plain and of coded fine planes, and the coder, on the shapes of Llama-3-8B's layers: on a GPU; without
+one on one core of the CPU.
 
 python3 scripts/fine_bench.py [--format nvfp4] [--quick]
 
 A row per shape, order of the coarse plane and kernel: microseconds, weights a second, bytes of the fine plane a second.
-Each merge is compared with the weight, bit for bit. The coder's bytes are those of the dense weight.
+Each merge is compared with the weight, bit for bit. The coder's bytes are those of the dense weight. On a CPU time is
+that of the process, the least of some calls.
 """
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Callable
@@ -19,10 +22,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # after the checkout is on the path
 
+import vbrt
 from scripts.gpu_timing import CUDA, side_by_side
 from vbrt.formats import WeightPlanes, get_format, split_fine
 from vbrt.formats.fine_coding import code_fine
-from vbrt.kernels import resolve
+from vbrt.kernels import EXACT, resolve
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILED
 from vbrt.kernels.cuda.e2m1.tiles import pack_tiles
 from vbrt.kernels.cuda.fine import merge
@@ -79,6 +83,38 @@ def timed(format: str, shape: tuple[int, int], warps: tuple[int, ...]) -> None:
             )
 
 
+def on_a_core(format: str, shape: tuple[int, int]) -> None:
+    """Print a shape's rows on a CPU: merging and making both kinds of planes, and forwards of an exact layer."""
+    fmt, (n, k) = get_format(format), shape
+    plain = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    w = plain.weight
+    coarse = resolve("codec", "auto", w.device, format).run(fmt).encode(w)
+    for coding, op in (("plain", "split_fine"), ("coded", "code_fine")):
+        make = resolve(op, "auto", w.device, format).run
+        merge = resolve("decode_weight", "auto", w.device, EXACT).run
+        planes = WeightPlanes(format, shape, w.dtype, coarse, make(w, coarse, fmt))
+        assert torch.equal(merge(planes).view(torch.int16), w.view(torch.int16)), (format, shape, coding)
+        weights = {"format": format, "keep_head": False, "fine_coding": coding}
+        with vbrt.wrap(torch.nn.Sequential(copy.deepcopy(plain)), "exact", weights=weights) as vb:
+            vb.materialize(progress=False)
+            calls = {"made": partial(make, w, coarse, fmt), "merged": partial(merge, planes)}
+            calls |= {f"{tokens} tokens": partial(vb, w.new_ones(tokens, k)) for tokens in (1, 64, 512)}
+            taken = {name: _least_s(call) for name, call in calls.items()}
+        rates = ", ".join(f"{name} {n * k / taken[name] / 1e6:.0f} M weights/s" for name in ("made", "merged"))
+        forwards = ", ".join(f"{name} {1e3 * taken[name]:.1f} ms" for name in list(taken)[2:])
+        print(f"{format} {n} x {k}, one core, {coding}: {rates}; forward of {forwards}", flush=True)
+
+
+def _least_s(call: Callable[[], object], times: int = 7) -> float:
+    spans = []
+    for _ in range(times):
+        begin = time.process_time()
+        with torch.no_grad():
+            call()
+        spans.append(time.process_time() - begin)
+    return min(spans)
+
+
 def main() -> None:
     """Print all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,11 +122,15 @@ def main() -> None:
     parser.add_argument("--warps", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--quick", action="store_true", help="one shape only")
     options = parser.parse_args()
+    shapes = _SHAPES[2:3] if options.quick else _SHAPES
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device")
+        torch.set_num_threads(1)
     for format in options.format:
-        for shape in _SHAPES[2:3] if options.quick else _SHAPES:
-            timed(format, shape, tuple(options.warps))
+        for shape in shapes:
+            if torch.cuda.is_available():
+                timed(format, shape, tuple(options.warps))
+            else:
+                on_a_core(format, shape)
 
 
 if __name__ == "__main__":

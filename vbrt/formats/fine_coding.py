@@ -33,6 +33,7 @@ from vbrt.formats.format import padded
 
 __all__ = [
     "CODED",
+    "MOST_STREAM_BYTES",
     "SPAN",
     "check_coded",
     "choose_cells",
@@ -48,6 +49,8 @@ __all__ = [
 CODED = "cells"
 #: weights, in row-major order, per entry of `starts`
 SPAN = 4096
+#: `starts` counts bits in int32
+MOST_STREAM_BYTES = (1 << 28) - 1
 _STREAM_UNIT = 16  # bytes: the stream is a multiple, and that many longer than its bits, since readers load words
 _OCTAVE = 128  # bf16 values
 _OCTAVES = 6  # that symbols tell apart; 5 in signed cells, so that eight weights have 56 extra bits at most

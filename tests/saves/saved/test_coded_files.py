@@ -57,6 +57,12 @@ def test_weights_that_coding_makes_larger_stay_plain_and_a_save_has_both_forms(t
         assert torch.equal(vb.unwrap()[0].weight, dense[0].weight)
 
 
+def test_a_stream_too_long_for_its_counters_is_not_kept(monkeypatch):
+    monkeypatch.setattr("vbrt.layers.weights.weight_encoding.MOST_STREAM_BYTES", 1000)
+    with wrap(model(), "exact", fine_coding="coded") as vb:
+        assert not any(forms(vb.materialize()))
+
+
 def test_pages_of_coded_planes_are_smaller_in_the_plan_too():
     sizes = {
         coding: sum(

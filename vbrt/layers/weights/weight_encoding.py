@@ -11,7 +11,7 @@ from vbrt.config import FORMATS
 from vbrt.errors import FormatError
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.error_feedback import compensated
-from vbrt.formats.fine_coding import CODED
+from vbrt.formats.fine_coding import CODED, MOST_STREAM_BYTES
 from vbrt.formats.fine_plane import fine_layout
 from vbrt.formats.fitted_codebook import Separation
 from vbrt.formats.format import EncodedGroup
@@ -153,6 +153,8 @@ class Encoder:
         if not self.spec.fine:
             return []
         coded = self._code_fine(w_NK, coarse, self.format) if self._code_fine else None
+        if coded is not None and len(coded["extra"]) > MOST_STREAM_BYTES:
+            coded = None
         # a plain one has 8 bits and more
         if coded is not None and (self.alike or fine_layout(coded).nbytes <= w_NK.numel()):
             return [(fine_layout(coded), coded)]
