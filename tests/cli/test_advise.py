@@ -24,7 +24,7 @@ H200 = Path(vbrt.__file__).parent / "estimation" / "advice" / "cost_models" / "h
 
 
 def test_the_command_says_what_to_do_and_writes_it(config_json, tmp_path, capsys):
-    arguments = ["advise", str(config_json), "--gpu-memory", "1074MiB", "--ram", "16GiB", "--gpu", "RTX 4090"]
+    arguments = ["advise", str(config_json), "--gpu-memory", "1014MiB", "--ram", "16GiB", "--gpu", "RTX 4090"]
     file = tmp_path / "my.toml"
     assert cli.main([*arguments, "--goal", "exact", "--context", "512", "--explain", "--write", str(file)]) == 0
     out = capsys.readouterr().out

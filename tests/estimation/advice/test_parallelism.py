@@ -100,10 +100,10 @@ def test_pages_that_a_budget_has_room_for_beside_those_at_home_are_not_streamed(
     settings = transformers.LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=64)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    on, config = Machine(512 * MIB, 512 * MIB, 4096 * MIB, 4096 * MIB), load_config("exact", tiers=budget_of(200 * MIB))
+    on, config = Machine(512 * MIB, 512 * MIB, 4096 * MIB, 4096 * MIB), load_config("exact", tiers=budget_of(190 * MIB))
     plan = make_plan(model, config, on)
     one = by_name(compare_ways(plan, "not split", RATES, nvlink_rates(2)), "one")
-    assert one.host_gb == plan.home_bytes("cpu") / 1e9 > one.streamed_gb + 0.04
+    assert one.host_gb == plan.home_bytes("cpu") / 1e9 > one.streamed_gb + 0.03
     found = vbrt.estimate(model, "prefill", config, machine=on, context=8)
     assert predict(model, found, RATES).link_ms == pytest.approx(1e3 * one.streamed_gb / 55, rel=0.15)
 
