@@ -52,6 +52,7 @@ __all__ = [
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
+    "get_sync_debug_mode",
     "graph_event",
     "graph_pool_handle",
     "has_streams",
@@ -72,6 +73,7 @@ __all__ = [
     "sent",
     "set_device",
     "set_stream",
+    "set_sync_debug_mode",
     "stream",
     "stream_key",
     "synchronize",
@@ -265,6 +267,8 @@ max_memory_allocated: Callable[..., int] = _of("max_memory_allocated")
 reset_peak_memory_stats: Callable[..., None] = _of("reset_peak_memory_stats")
 memory_stats_as_nested_dict: Callable[..., dict[str, Any]] = _of("memory_stats_as_nested_dict", dict)
 empty_cache: Callable[[], None] = _of("empty_cache")
+get_sync_debug_mode: Callable[[], int] = _of("get_sync_debug_mode", _zero)
+set_sync_debug_mode: Callable[[int | str], None] = _of("set_sync_debug_mode", _none)
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
 from vbrt.libraries.transformers_api import CHECKPOINT_FUNCTION, checkpointed_blocks
 from vbrt.model.mutation_watch import Watch
 from vbrt.tiers import Recording, TierStack
-from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded
+from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded, waiting_refused
 
 __all__ = ["Checkpoint", "RecordedBlocks"]
 
@@ -141,6 +141,7 @@ class RecordedBlocks:
         self._recorder: GraphCapture | None = None
         self._watch: Watch | None = None
         self._reasons: dict[str, None] = {}
+        self._failed = False  # then no more is recorded: a pool that lost a capture may refuse the next
         self.replays = 0
 
     @property
@@ -180,12 +181,12 @@ class RecordedBlocks:
         if isinstance(found, int):
             known[key] = found + 1
             recordings = sum(isinstance(each, _Block) for each in known.values())
-            if found != _EAGER_CALLS or recordings >= _MOST:  # once refused, it stays eager
+            if self._failed or found != _EAGER_CALLS or recordings >= _MOST:  # once refused, it stays eager
                 return None
             try:
                 found = self._record(block, call)
             except (RuntimeError, TierError) as error:  # a synchronization, too little memory: torch names it
-                found = None
+                found, self._failed = None, True
                 self._eager(f"recording one failed: {str(error).splitlines()[0][:160]}")
             if found is None:
                 return None
@@ -299,7 +300,8 @@ class _Block:
     def capture(self, recorder: GraphCapture, handles: Sequence[Any]) -> str:
         """Run the block eagerly, record it, and compare; return why it cannot be recorded, "" if it is."""
         before, counted = _random_state(self._device), [handle.forwards for handle in handles]
-        outputs, gradients, why = self._run(self._call.tensors)
+        with waiting_refused(self._device):
+            outputs, gradients, why = self._run(self._call.tensors)
         if why:
             return why
         if not torch.equal(before, _random_state(self._device)):

@@ -20,7 +20,7 @@ import torch
 from vbrt.host import accelerator
 from vbrt.libraries.torch_api import end_allocate_to_pool
 
-__all__ = ["GraphRecorder", "Recorded", "outside", "without_collections"]
+__all__ = ["GraphRecorder", "Recorded", "outside", "waiting_refused", "without_collections"]
 
 
 class Recorded(Protocol):
@@ -106,8 +106,8 @@ class GraphRecorder:
         pieces = _here.pieces = _Pieces(self._pool)
         try:
             with without_collections():  # a tensor collected during capture would be freed within it
-                pieces.begin()
                 try:
+                    pieces.begin()
                     step()
                 except BaseException:
                     self._give_up(pieces.open)
@@ -146,6 +146,20 @@ class GraphRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+@contextlib.contextmanager
+def waiting_refused(device: torch.device) -> Iterator[None]:
+    """Have functions of torch that wait for a GPU raise RuntimeError in the block: what waits cannot be captured."""
+    if device.type != accelerator.TYPE:
+        yield
+        return
+    before = accelerator.get_sync_debug_mode()
+    accelerator.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        accelerator.set_sync_debug_mode(before)
 
 
 def _renew(generator: torch.Generator, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from vbrt.formats.format import EncodedGroup, Format
 from vbrt.formats.t3 import T3, WARM, codebook, trellis_path
 from vbrt.kernels.cuda import devices
+from vbrt.libraries import triton_api
 
 __all__ = ["codec", "encode_many"]
 
@@ -56,7 +57,9 @@ def paths(x_TP2: Tensor, warm: int = WARM) -> Tensor:
     table = codebook(x_TP2.device).bfloat16().view(torch.int32)
     with torch.cuda.device(x_TP2.device):
         for x_part, into in zip(x_TP2.split(_TILES), states.split(_TILES), strict=True):
-            _kernels().path_kernel[(len(into),)](x_part, table, back, into, PAIRS=pairs, WARM=warm, num_warps=_WARPS)
+            _kernels().path_kernel[(len(into),)](
+                x_part, table, back, into, PAIRS=pairs, WARM=warm, num_warps=_WARPS, **triton_api.fp_fusion(True)
+            )
     return states
 
 
