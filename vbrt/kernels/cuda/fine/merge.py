@@ -110,6 +110,7 @@ def launch_coded(planes: WeightPlanes, out: Tensor, *, read: int = READS[-1], wa
         TOP_FIELD=TOP_FIELD if tiles is not None and of.e8m0_scales else 0,
         num_warps=warps,
         **_coded_constants(planes.format, total) | {"READ": read},
+        **triton_api.fp_fusion(True),
     )
 
 
