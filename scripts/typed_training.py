@@ -1,6 +1,7 @@
 """Training as people type it: transformers' and PEFT's own models, `loss.backward()`, `optimizer.step()`, beside peers.
 
     python scripts/typed_training.py [lora] [full] [--tokens 2048 8192] [--layers 32] [--profile] [--out FILE]
+    python scripts/typed_training.py --table     # the table of docs/training.md, from benchmarks/results
 
 - lora: adapters by PEFT, r = 16 on q and v, gradient checkpointing, of a Llama of the 8B shape: in bf16, in 4 bits with
   all pages on the GPU and with 1 GiB of them, and with bitsandbytes' NF4 where it is installed.
@@ -18,7 +19,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,21 @@ import vbrt
 from scripts.full_models import DEVICE, Llama, emptied, measured, no_init_weights, waited
 from scripts.full_profile import profiled
 from scripts.full_runs import link_rate
-from scripts.measuring import machine, markdown_table
+from scripts.measuring import between, machine, markdown_table
 from vbrt.integrations.token_times import llama_8b
 
 CONTEXT, LR = 2048, 1e-4
 SHAPE = Llama(layers=24, width=2048, inner=5632, heads=32, kv_heads=4, vocabulary=32000)
 SMALL = Llama(layers=2, width=128, inner=256, heads=4, kv_heads=2, vocabulary=256)  # to try the script on a CPU
 _SLOTS = 10  # of the largest page, on the GPU
+
+PAGE = ROOT / "docs" / "training.md"
+RESULTS = [ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json" for run in ("", "peers-")]
+MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
+_TITLES = {
+    "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
+    "full": "AdamW, LlamaForCausalLM of 1.2 B fp32 parameters under autocast",
+}
 
 Step = Callable[[Tensor], Tensor]
 
@@ -262,6 +271,27 @@ def measured_ways(family: str, options: argparse.Namespace) -> dict:
     return rows
 
 
+def tables() -> str:
+    """What was measured, a table for each family; a run's rows stand beside its first one."""
+    results = [json.loads(path.read_text()) for path in RESULTS]
+    heads = "by", "tokens a step", "ms a step", "tokens/s", "speed, of the run's first row", "GPU memory, GB"
+    parts = []
+    for family, title in _TITLES.items():
+        rows = [row for run, result in enumerate(results, 1) for row in _rows(result[family], run)]
+        parts.append("\n".join([f"{title}:", "", *markdown_table(heads, rows)]))
+    files = " and ".join(f"`{path.relative_to(ROOT)}`" for path in RESULTS)
+    return "\n\n".join([*parts, f"Two runs, on hosts of their own, {results[0]['machine']['gpu']}: {files}."])
+
+
+def _rows(ways: dict, run: int) -> Iterator[tuple[str, ...]]:
+    first = next(iter(ways.values()))
+    for name, found in ways.items():
+        for tokens in (key for key in found if key.isdigit()):
+            one, beside = found[tokens], first[tokens]["seconds"] / found[tokens]["seconds"]
+            cells = f"{one['seconds'] * 1e3:,.0f}", f"{one['tokens_per_s']:,.0f}", f"{beside:.2f}"
+            yield f"{name} (run {run})", f"{int(tokens):,}", *cells, f"{one['peak_bytes'] / 1e9:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", choices=["lora", "full", []], default=[])
@@ -271,7 +301,12 @@ def main() -> None:
     parser.add_argument("--only", action="append")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", action="store_true", help="write the table of docs/training.md, measure nothing")
     options = parser.parse_args()
+    if options.table:
+        text = PAGE.read_text()
+        PAGE.write_text(between(text, MARKS, tables()))
+        return
     result: dict[str, Any] = {"machine": machine()}
     for family in options.families or ("lora", "full"):
         result[family] = measured_ways(family, options)

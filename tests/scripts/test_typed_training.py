@@ -1,7 +1,6 @@
 """scripts/typed_training.py on a CPU: ways of one family start alike, and the page's table is what was measured."""
 
 import argparse
-import json
 
 import pytest
 import torch
@@ -24,4 +23,4 @@ def test_ways_begin_with_the_loss_of_the_plain_model(family, names):
 
 def test_the_page_has_what_was_measured():
     page = typed.PAGE.read_text()
-    assert typed.between(page, typed.MARKS, typed.table(json.loads(typed.RESULTS.read_text()))) == page
+    assert typed.between(page, typed.MARKS, typed.tables()) == page
