@@ -380,7 +380,7 @@ def _residency(capability: int) -> Iterator[Callable[[], Any]]:
             ids = _empty(tokens, 8, dtype=torch.int64)
             shares = residency.Shares(_empty(experts + 1, dtype=torch.int64), torch.empty_like(ids))
             yield partial(tables.decide, 0, ids, shares=shares)
-        yield partial(tables.fetch, 0)
+        yield partial(tables.fetch, 0, 8)
 
 
 def _kv(capability: int) -> Iterator[Callable[[], Any]]:

@@ -101,7 +101,7 @@ def rates() -> Rates:
 
 def _config(preset: str, budget: float | None = None, **weights: Any) -> VBConfig:
     tiers, compute = {"gpu": {"budget": int(budget or 40e9)}}, {"where": "device"}  # as all committed times
-    return vbrt.load_config(preset, tiers=tiers, weights=weights, compute=compute)
+    return vbrt.load_config(preset, tiers=tiers, weights={"fine_coding": "plain", **weights}, compute=compute)
 
 
 def generating(model: Model) -> Iterator[Row]:
@@ -167,7 +167,9 @@ def streaming(model: Model) -> Iterator[Row]:
     )
     for tokens, task in (("1", one), ("2048", many)):
         yield model.row(f"pass of {tokens}: unwrapped", task, None, found["resident_ms"][tokens])
+    coded = {row["case"]: row for row in _committed("stream-coded")["rows"]}  # fine planes as they are today
     for row in found["rows"]:
+        row = coded.get(row["case"], row)
         preset = row["case"].partition("-")[0]
         if (
             preset not in ("dense", "exact", "fp4")
@@ -176,7 +178,8 @@ def streaming(model: Model) -> Iterator[Row]:
         ):
             continue  # pageable memory and this drive are in no rate
         for tokens, task in (("1", one), ("2048", many)):
-            config = _config(preset, row["gpu_budget_bytes"], keep_head=True)
+            coding = "coded" if row is coded.get(row["case"]) else "plain"
+            config = _config(preset, row["gpu_budget_bytes"], keep_head=True, fine_coding=coding)
             yield model.row(f"pass of {tokens}: {row['case']}", task, config, row[f"T{tokens}_ms"])
     for row in found["sweep"]:
         if row["policy"] == "scheduled" and row["percent"] in _SAMPLED:
@@ -205,7 +208,9 @@ def config_of(row: dict[str, Any]) -> VBConfig | None:
         if row["config"] is None:
             return None
         config = VBConfig.from_save(row["config"], source="row")
-        return vbrt.load_config(config, compute={"where": row["config"]["compute"].get("where", "device")})
+        older = {"fine_coding": row["config"]["weights"].get("fine_coding", "plain")}
+        where = {"where": row["config"]["compute"].get("where", "device")}
+        return vbrt.load_config(config, weights=older, compute=where)
     return row["preset"] and _config(row["preset"], row["budget"])
 
 

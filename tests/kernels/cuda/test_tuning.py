@@ -221,7 +221,7 @@ def test_launches_of_a_search_are_tried_and_forgotten(some_gpu):
 
 def test_products_of_many_tokens_take_what_a_search_found(some_gpu, monkeypatch):
     monkeypatch.setattr(devices, "gpu", lambda index: Gpu(8, 28, 100 << 10, 99 << 10, minor=6))
-    weight, found = types.SimpleNamespace(tiles=torch.empty(32, 8, 1), n=512), MmaLaunch(32, 4, 2, 2, 4)
+    weight, found = types.SimpleNamespace(tiles=torch.empty(32, 8, 1), n=512, k=1024), MmaLaunch(32, 4, 2, 2, 4)
     table = e2m1_linear._choice(torch.empty(100, 1024, dtype=torch.bfloat16), weight)
     assert table != found
     for launch, taken in ((found, found), (Matmul(), None)):
