@@ -41,7 +41,10 @@ def test_the_page_has_the_times_that_are_predicted_today(which):
 def test_a_row_is_read_by_its_config_or_by_its_preset_and_budget():
     older = {"preset": "exact", "budget": 3 << 30}
     config = times.config_of(older)
-    assert config.tiers.gpu.budget == 3 << 30 and config.weights == vbrt.load_config("exact", weights={"fine_coding": "plain"}).weights
+    assert (
+        config.tiers.gpu.budget == 3 << 30
+        and config.weights == vbrt.load_config("exact", weights={"fine_coding": "plain"}).weights
+    )
     assert times.config_of({"config": json.loads(json.dumps(config.to_dict()))}) == config
     assert times.config_of({"config": None}) is times.config_of({"preset": None, "budget": None}) is None
 

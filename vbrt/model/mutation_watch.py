@@ -71,8 +71,8 @@ class Watch:
             return True
         return not same or self._places != self._places_now()
 
-    def _places_now(self) -> list[tuple[int, int]]:
-        return [(id(t), t.data_ptr()) for held in self._held for t in held.values() if t is not None]
+    def _places_now(self) -> list[tuple[int, int, bool]]:
+        return [(id(t), t.data_ptr(), t.requires_grad) for held in self._held for t in held.values() if t is not None]
 
 
 def _own(model: nn.Module) -> dict[str, Any]:

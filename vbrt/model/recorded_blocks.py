@@ -37,7 +37,7 @@ from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
 from vbrt.libraries.transformers_api import CHECKPOINT_FUNCTION, checkpointed_blocks
 from vbrt.model.mutation_watch import Watch
 from vbrt.tiers import Recording, TierStack
-from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded, waiting_refused
+from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded, waits_noticed
 
 __all__ = ["Checkpoint", "RecordedBlocks"]
 
@@ -230,7 +230,7 @@ class RecordedBlocks:
         """Drop all recordings."""
         self._known.clear()
         self._watch = None
-        self._memory.clear()
+        self._memory.gone, self._memory = True, _Memory()
         if self._recorder is not None:
             self._recorder.release()
             self._recorder = None
@@ -247,9 +247,14 @@ class RecordedBlocks:
 
 
 class _Memory:
-    """Static tensors that all blocks' graphs read and write, by what they are for."""
+    """Static tensors that all blocks' graphs read and write, by what they are for.
+
+    Attributes:
+        gone: the recordings in it were dropped.
+    """
 
     def __init__(self) -> None:
+        self.gone = False
         self._tensors: dict[Hashable, Tensor] = {}
         self._filled: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}
 
@@ -270,11 +275,6 @@ class _Memory:
         if last is None or last[0]() is not source or last[1] != source._version:
             target.copy_(source.detach())
             self._filled[key] = weakref.ref(source), source._version
-
-    def clear(self) -> None:
-        """Free all tensors."""
-        self._tensors.clear()
-        self._filled.clear()
 
 
 class _Block:
@@ -300,10 +300,10 @@ class _Block:
     def capture(self, recorder: GraphCapture, handles: Sequence[Any]) -> str:
         """Run the block eagerly, record it, and compare; return why it cannot be recorded, "" if it is."""
         before, counted = _random_state(self._device), [handle.forwards for handle in handles]
-        with waiting_refused(self._device):
+        with waits_noticed(self._device) as waits:
             outputs, gradients, why = self._run(self._call.tensors)
-        if why:
-            return why
+        if why or waits():
+            return why or "one waits for the GPU"
         if not torch.equal(before, _random_state(self._device)):
             return "one draws random numbers"
         self._outputs = [self._memory.like(("out", at), each) for at, each in enumerate(outputs)]
@@ -405,7 +405,7 @@ class _Block:
 
     def holds(self) -> bool:
         """True while the graphs may be replayed."""
-        return self._recording.holds()
+        return not self._memory.gone and self._recording.holds()
 
     def __call__(self, call: _Call) -> Any:
         """The block's results, whose gradients come from the recorded backward."""

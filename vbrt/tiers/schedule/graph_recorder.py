@@ -11,6 +11,7 @@ between them.
 import contextlib
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import torch
 from vbrt.host import accelerator
 from vbrt.libraries.torch_api import end_allocate_to_pool
 
-__all__ = ["GraphRecorder", "Recorded", "outside", "waiting_refused", "without_collections"]
+__all__ = ["GraphRecorder", "Recorded", "outside", "waits_noticed", "without_collections"]
 
 
 class Recorded(Protocol):
@@ -149,17 +150,20 @@ class GraphRecorder:
 
 
 @contextlib.contextmanager
-def waiting_refused(device: torch.device) -> Iterator[None]:
-    """Have functions of torch that wait for a GPU raise RuntimeError in the block: what waits cannot be captured."""
+def waits_noticed(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Yield what tells whether a function of torch has waited for the GPU in the block: such a one cannot be captured.
+    Torch's mode for that is the process's, so that another thread's wait counts, too."""
     if device.type != accelerator.TYPE:
-        yield
+        yield lambda: False
         return
     before = accelerator.get_sync_debug_mode()
-    accelerator.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        accelerator.set_sync_debug_mode(before)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerator.set_sync_debug_mode("warn")
+        try:
+            yield lambda: any("synchronizing" in str(warning.message) for warning in said)
+        finally:
+            accelerator.set_sync_debug_mode(before)
 
 
 def _renew(generator: torch.Generator, device: torch.device) -> None:
