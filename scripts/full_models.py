@@ -44,26 +44,28 @@ SHAPES = {
 }
 
 
+def llama_of(shape: Llama, **config: object) -> nn.Module:
+    """Return transformers' class, without tied embeddings; `config`: further keys of its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
+
+    sizes = {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocabulary,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, **config))
+
+
 class Trainee(nn.Module):
     """Ids [B, S] -> the mean loss of the next tokens, in nats; logits are made a chunk of tokens at a time."""
 
     def __init__(self, shape: Llama, *, recompute: bool = False) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
-
         self.shape = shape
-        config = LlamaConfig(
-            hidden_size=shape.width,
-            intermediate_size=shape.inner,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            vocab_size=shape.vocabulary,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
-        self.llama = LlamaForCausalLM(config)
+        self.llama = llama_of(shape, max_position_embeddings=8192, use_cache=False)
         if recompute:
             self.llama.gradient_checkpointing_enable({"use_reentrant": False})
 

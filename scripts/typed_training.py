@@ -30,7 +30,7 @@ import torch  # after the checkout is on the path
 from torch import Tensor, nn
 
 import vbrt
-from scripts.full_models import DEVICE, Llama, emptied, measured, no_init_weights, waited
+from scripts.full_models import DEVICE, Llama, draw_, emptied, llama_of, measured, no_init_weights, waited
 from scripts.full_profile import profiled
 from scripts.full_runs import link_rate
 from scripts.measuring import between, machine, markdown_table
@@ -115,24 +115,8 @@ def bitsandbytes_nf4(options: argparse.Namespace) -> Step:
 
 def llama(shape: Llama, dtype: torch.dtype = torch.float32) -> nn.Module:
     """transformers' class, of random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=shape.width,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
     with torch.device(DEVICE), no_init_weights():
-        model = LlamaForCausalLM(config).to(dtype)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.02) if weight.ndim > 1 else weight.fill_(1.0)
-    return model.train()
+        return draw_(llama_of(shape).to(dtype)).train()
 
 
 def trainee() -> nn.Module:
