@@ -8,6 +8,7 @@ A thread has whole groups of 8 weights: their codes and symbols are one word, on
 import triton
 import triton.language as tl
 
+from vbrt.kernels.cuda.fine.merge_triton import load_inside
 from vbrt.kernels.cuda.plain.linear_triton import pointer_of
 
 __all__ = ["coded_experts_kernel", "coded_kernel"]
@@ -92,17 +93,17 @@ def _merge_span(
     left = tl.minimum(total - base, SPAN).to(tl.int32)
     here = eight * 8 < left
     first = base // 8 + eight
-    four = _load(four_ptr + first, here, WHOLE)
-    pair = _load(pair_ptr + first, here, WHOLE).to(tl.int32)
+    four = load_inside(four_ptr + first, here, WHOLE)
+    pair = load_inside(pair_ptr + first, here, WHOLE).to(tl.int32)
     if TILE_WORDS == 0:
-        word = _load(code_ptr + first, here, WHOLE)
+        word = load_inside(code_ptr + first, here, WHOLE)
         scale_at = (base + eight * 8) // BLOCK
         index = (word[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
     else:
         index, sign, scale_at = _tile_codes(
             code_ptr, base.to(total.dtype), eight * 8, here, columns, BLOCK, TILE_WORDS, WHOLE
         )
-    scale = _load(scale_ptr + scale_at, here, WHOLE).to(tl.int32)
+    scale = load_inside(scale_ptr + scale_at, here, WHOLE).to(tl.int32)
     entry = tl.load(cell_ptr + (((scale & (MANTISSAS - 1)) * 16)[:, None] + index))
     exponent = scale // MANTISSAS
     if TOP_FIELD != 0:
@@ -157,16 +158,6 @@ def _merge_span(
 
 
 @triton.jit
-def _load(pointer, inside, WHOLE: tl.constexpr):
-    """What lies at pointers; 0 where they are not inside."""
-    if WHOLE:
-        value = tl.load(pointer)
-    else:
-        value = tl.load(pointer, mask=inside, other=0)
-    return value
-
-
-@triton.jit
 def _by_weight(word_ptr, at, length):
     """The 32 bits of a stream from each bit `at` on; at least `length` of them are right."""
     shift = at & 31
@@ -200,8 +191,8 @@ def _tile_codes(
     half, lane_row, lane = row % 16 // 8, row % 8, column % 128 // 32
     # 4 columns a word; the second half of the lanes has the pairs of words swapped
     place = column % 32 // 16 * 128 + lane_row * 16 + lane * 4 + (column % 16 // 4 ^ lane // 2 * 2)
-    first = _load(word_ptr + tile + place, here, WHOLE).to(tl.uint32, bitcast=True)
-    second = _load(word_ptr + tile + place + 1, here, WHOLE).to(tl.uint32, bitcast=True)
+    first = load_inside(word_ptr + tile + place, here, WHOLE).to(tl.uint32, bitcast=True)
+    second = load_inside(word_ptr + tile + place + 1, here, WHOLE).to(tl.uint32, bitcast=True)
     low = half == 0
     pairs = tl.join(
         tl.join(tl.where(low, first << 2, first << 6), tl.where(low, second << 2, second << 6)),

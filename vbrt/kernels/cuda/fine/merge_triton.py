@@ -5,7 +5,7 @@ import triton.language as tl
 
 from vbrt.kernels.cuda.plain.linear_triton import pointer_of
 
-__all__ = ["merge_experts_kernel", "merge_kernel"]
+__all__ = ["load_inside", "merge_experts_kernel", "merge_kernel"]
 
 
 @triton.jit
@@ -89,19 +89,19 @@ def _merge_span(
     left = tl.minimum(total - base, SPAN).to(tl.int32)
     inside, here = at < left, group < left
     if TILE_WORDS == 0:
-        byte = _load(code_ptr + base // 2 + pair, here[:, None], WHOLE)
+        byte = load_inside(code_ptr + base // 2 + pair, here[:, None], WHOLE)
         code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, 16)).to(tl.int32)
         scale_at = (base + group) // BLOCK
     else:
         code, scale_at = _tile_codes(code_ptr, base + group, here, columns, BLOCK, TILE_WORDS, WHOLE)
-    scale_byte = _load(scale_ptr + scale_at, here, WHOLE).to(tl.int32)
+    scale_byte = load_inside(scale_ptr + scale_at, here, WHOLE).to(tl.int32)
     scale = tl.load(value_ptr + scale_byte) * tl.load(tensor_scale_ptr)
     level = _e2m1(code) if E2M1 else tl.load(level_ptr + code)
     near = _bits(level * scale[:, None], WIDTH)
 
-    delta = _load(low_ptr + base + at, inside, WHOLE).to(tl.int32)
+    delta = load_inside(low_ptr + base + at, inside, WHOLE).to(tl.int32)
     if WIDTH == 12:
-        half = _load(nibble_ptr + base // 2 + pair, here[:, None], WHOLE)
+        half = load_inside(nibble_ptr + base // 2 + pair, here[:, None], WHOLE)
         delta += tl.reshape(tl.join(half & 15, half >> 4), (GROUPS, 16)).to(tl.int32) << 8
     SIGN: tl.constexpr = 1 << (WIDTH - 1)
     wide = (code & 7) == 0 if E2M1 else ((WIDE_CODES >> code) & 1) != 0
@@ -126,7 +126,7 @@ def _merge_span(
 
 
 @triton.jit
-def _load(pointer, inside, WHOLE: tl.constexpr):
+def load_inside(pointer, inside, WHOLE: tl.constexpr):
     """What lies at pointers; 0 where they are not inside."""
     if WHOLE:
         value = tl.load(pointer)
@@ -147,7 +147,7 @@ def _tile_codes(word_ptr, group, inside, columns, BLOCK: tl.constexpr, TILE_WORD
     word_at = tile + (column % 32 // 16 * 128 + lane_row * 16 + lane * 4)
     place = tl.arange(0, 4)[None, :]  # 4 columns each; the second half of the lanes has the pairs of words swapped
     at = word_at[:, None] + (place ^ (lane // 2 * 2)[:, None])
-    word = _load(word_ptr + at, inside[:, None], WHOLE).to(tl.uint32, bitcast=True)
+    word = load_inside(word_ptr + at, inside[:, None], WHOLE).to(tl.uint32, bitcast=True)
     low = half[:, None] == 0
     first = tl.where(low, word << 2, word << 6)
     second = tl.where(low, (word << 12) | (word >> 20), word ^ (word >> 8))
