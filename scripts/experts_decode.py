@@ -582,12 +582,6 @@ def main() -> None:
         recording = recorded(args.routing, args.layers, **shape) if args.routing else None
     except vbrt.ArgumentError as error:
         parser.error(f"--routing {error}")
-    for row in rows(
-        args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown,
-        format=args.format, recording=recording, decide=args.decide, **on_drive, **shape,
-    ):  # fmt: skip
-        say(row)
-        done.append(row)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     what = "experts-decode" if args.miss == ["fetch"] else "experts-missed"
     what += "-large" if args.shape == "large" else ""
@@ -598,7 +592,13 @@ def main() -> None:
     head = {"machine": machine(), "threads": torch.get_num_threads(), "shape": args.shape, "layers": args.layers}
     head |= {} if args.format == FOUR_BITS else {"format": args.format}
     head |= {"recording": recording.about} if recording else {}
-    out.write_text(json.dumps(head | {"how": args.how, "rows": done}, indent=1) + "\n")
+    for row in rows(
+        args.layers, shares, torch.device("cuda", 0), how=args.how, misses=args.miss, parts=args.breakdown,
+        format=args.format, recording=recording, decide=args.decide, **on_drive, **shape,
+    ):  # fmt: skip
+        say(row)
+        done.append(row)
+        out.write_text(json.dumps(head | {"how": args.how, "rows": done}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
