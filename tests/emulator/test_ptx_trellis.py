@@ -25,7 +25,7 @@ def planes_of(shape, dtype):
 
 
 @pytest.mark.sample(1)
-@matrix(gpu=[90, 80], k=[192, 1280, 100, 1088], tokens=[1, 11, 32], indirect=("gpu",), at_most=3)
+@matrix(gpu=[90, 80], k=[192, 2048, 100, 1088], tokens=[1, 11, 32], indirect=("gpu",), at_most=3)
 def test_few_tokens(gpu, k, tokens):
     """Rows that end within a tile of rows, blocks of 64 and 128, more columns than a step of all warps takes."""
     planes, weight = planes_of((40, k), torch.bfloat16)

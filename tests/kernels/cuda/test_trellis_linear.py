@@ -37,7 +37,7 @@ def test_the_fused_kernel_compiles_with_wide_loads_of_inputs(capability, groups)
     types = {"x_ptr": "*bf16", "code_ptr": "*i32", "scale_ptr": "*u8", "unit_ptr": "*fp32"}
     types |= {"bias_ptr": "*bf16", "y_ptr": "*bf16", **dict.fromkeys(("M", "N", "groups", "y_stride"), "i32")}
     constants = {"TOKEN_GROUPS": groups, "K_WARPS": 8, "UNROLL": 2, "BLOCK": 128, "ACTIVATION": "silu"}
-    constants |= {"HAS_BIAS": True}
+    constants |= {"HAS_BIAS": True, "WHOLE": True}
     aligned = ("x_ptr", "code_ptr")
     ptx = compiled(linear_gluon.linear_kernel, types, constants, capability, warps=8, aligned=aligned).asm["ptx"]
     assert ptx.count("mma.sync") == 8 * groups and ptx.count("ld.global.v4.b32") == 4 * groups

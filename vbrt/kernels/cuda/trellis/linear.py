@@ -32,8 +32,8 @@ FORMATS = formats_of("trellis")
 #: maximum tokens of the fused kernel, in groups of 8
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
-LAUNCH = Launch(1, 8, True)  # warps that split K
-_UNROLL = 2  # 64-column groups that a warp loads at a time
+LAUNCH = Launch(1, 4, True)  # warps that split K
+_UNROLL = 4  # 64-column groups that a warp loads at a time
 _DECODE_WARPS = 4
 
 
@@ -146,6 +146,7 @@ def _product(x: Tensor, codes: Tensor, scales: Tensor, unit: Tensor, bias: Tenso
         BLOCK=block,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
+        WHOLE=groups % (LAUNCH.k_warps * _UNROLL) == 0,
     )
     return y.view(*x.shape[:-1], n)
 

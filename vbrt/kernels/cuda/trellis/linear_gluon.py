@@ -50,15 +50,15 @@ DECODE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16) + ",r" * 4)
 
 
 @gluon.jit
-def load_groups(code_at, upper_at, lower_at, upper, lower, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr):
-    """For each of UNROLL groups of 64 columns: four words of codes, and scale bytes of row and row + 8; zeros out of
-    bounds. left: groups from here on; upper, lower: whether the rows exist."""
+def load_groups(code_at, upper_at, lower_at, left, UNROLL: gl.constexpr, BLOCK: gl.constexpr):
+    """For each of UNROLL groups of 64 columns: four words of codes, and scale bytes of row and row + 8; any, out of
+    bounds. left: groups from here on."""
     out = ()
     for j in gl.static_range(UNROLL):
-        words = gl.load(code_at + j * 96, mask=(j < left)[:, None], other=0, cache_modifier=".cg")
+        words = gl.load(code_at + j * 96, mask=(j < left)[:, None], cache_modifier=".cg")
         if j * 64 % BLOCK == 0:
-            first = gl.load(upper_at + j * 64 // BLOCK, mask=upper & (j < left), other=0).to(gl.int32)
-            second = gl.load(lower_at + j * 64 // BLOCK, mask=lower & (j < left), other=0).to(gl.int32)
+            first = gl.load(upper_at + j * 64 // BLOCK, mask=j < left).to(gl.int32)
+            second = gl.load(lower_at + j * 64 // BLOCK, mask=j < left).to(gl.int32)
         out = out + (words, first, second)
     return out
 
@@ -87,8 +87,11 @@ def linear_kernel(
     BLOCK: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):
     """y [M, N] = activation(x [M, K] @ w.T + bias), grid (ceil(N / 16),), K_WARPS warps that split K.
+
+    WHOLE: groups are a multiple of K_WARPS * UNROLL. Lanes without a row or a token compute another one's.
 
     x_ptr: bf16 [M, 64 groups], rotated and in the order of `linear.rotation`; TOKEN_GROUPS groups of 8 tokens cover M.
     code_ptr: int32 [ceil(N / 16), 96 groups]; scale_ptr: bytes [N, 64 groups / BLOCK]; unit_ptr: fp32 [1].
@@ -104,15 +107,16 @@ def linear_kernel(
     # the lane's low bytes, those of the lane before, and both words of upper bits
     within = gl.where(four == 1, ((lane + 31) % 32)[:, None], lane[:, None] + 32 * gl.maximum(four - 1, 0))
     code_at = code_ptr + (gl.program_id(0).to(gl.int64) * groups * 96 + ((group * 96)[:, None] + within))
-    upper_at = scale_ptr + (row.to(gl.int64) * (groups * 64 // BLOCK) + group * 64 // BLOCK)
-    lower_at = upper_at + 8 * (groups * 64 // BLOCK)
-    upper, lower = row < N, row + 8 < N
+    upper_at = scale_ptr + (gl.minimum(row, N - 1).to(gl.int64) * (groups * 64 // BLOCK) + group * 64 // BLOCK)
+    lower_at = scale_ptr + (gl.minimum(row + 8, N - 1).to(gl.int64) * (groups * 64 // BLOCK) + group * 64 // BLOCK)
     x_words = x_ptr.to(gl.pointer_type(gl.int32))
-    token = lane // 4
-    word = (token.to(gl.int64) * groups + group) * 32 + lane % 4 * 8
-    x_at = x_words + (gl.multiple_of(word[:, None], (4, 4)) + four)
+    x_at = ()
+    for n in gl.static_range(TOKEN_GROUPS):
+        token = gl.minimum(n * 8 + lane // 4, M - 1)
+        word = (token.to(gl.int64) * groups + group) * 32 + lane % 4 * 8
+        x_at = x_at + (x_words + (gl.multiple_of(word[:, None], (4, 4)) + four),)
     zero = gl.zeros((32 * K_WARPS, 4), gl.float32, layout=LAYOUT)
-    loaded = load_groups(code_at, upper_at, lower_at, upper, lower, left, UNROLL, BLOCK)
+    loaded = load_groups(code_at, upper_at, lower_at, left, UNROLL, BLOCK)
     sums = ()
     for _ in gl.static_range(TOKEN_GROUPS):
         sums = sums + (zero,)
@@ -120,7 +124,8 @@ def linear_kernel(
         code_at += STEP * 96
         upper_at += STEP * 64 // BLOCK
         lower_at += STEP * 64 // BLOCK
-        ahead = load_groups(code_at, upper_at, lower_at, upper, lower, left - STEP, UNROLL, BLOCK)
+        ahead = load_groups(code_at, upper_at, lower_at, left - STEP, UNROLL, BLOCK)
+        totals = sums  # of a block
         for j in gl.static_range(UNROLL):
             a = gl.inline_asm_elementwise(
                 DECODE,
@@ -130,26 +135,35 @@ def linear_kernel(
                 is_pure=True,
                 pack=4,
             )
-            scale = gl.where(four < 2, scale_of(loaded[3 * j + 1])[:, None], scale_of(loaded[3 * j + 2])[:, None])
-            added = ()
+            before, totals = totals, ()
             for n in gl.static_range(TOKEN_GROUPS):
-                inside = ((n * 8 + token < M) & (j < left))[:, None]
-                at = x_at + (n * 256 * groups + j * 32)
-                low = gl.load(at, mask=inside, other=0)
-                high = gl.load(at + 4, mask=inside, other=0)
+                at = x_at[n] + j * 32
+                if WHOLE:
+                    low, high = gl.load(at), gl.load(at + 4)
+                else:
+                    inside = (j < left)[:, None]
+                    low, high = gl.load(at, mask=inside, other=0), gl.load(at + 4, mask=inside, other=0)
                 total = gl.inline_asm_elementwise(
                     MULTIPLY,
                     MULTIPLY_REGISTERS,
-                    [a[0], a[1], a[2], a[3], low, high, zero],
+                    [a[0], a[1], a[2], a[3], low, high, zero if j * 64 % BLOCK == 0 else before[n]],
                     dtype=gl.float32,
                     is_pure=True,
                     pack=4,
                 )
-                added = added + (sums[n] + total * scale,)
-            sums = added
+                totals = totals + (total,)
+            if (j + 1) * 64 % BLOCK == 0 or j + 1 == UNROLL:
+                scale = gl.where(four < 2, scale_of(loaded[3 * j + 1])[:, None], scale_of(loaded[3 * j + 2])[:, None])
+                added = ()
+                for n in gl.static_range(TOKEN_GROUPS):
+                    added = added + (sums[n] + totals[n] * scale,)
+                sums = added
         loaded = ahead
         left = left - STEP
-        x_at += STEP * 32
+        moved = ()
+        for n in gl.static_range(TOKEN_GROUPS):
+            moved = moved + (x_at[n] + STEP * 32,)
+        x_at = moved
     OUT: gl.constexpr = out_layout(K_WARPS)
     tokens = gl.arange(0, TOKEN_GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None][:, :, None]
     place = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :][:, :, None]
