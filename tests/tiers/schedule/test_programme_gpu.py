@@ -1,11 +1,14 @@
 """Streamed passes on a GPU: by programmes, as CUDA graphs, and both with everything that may come between."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 import vbrt
 from vbrt.errors import TierError
+from vbrt.tiers.schedule.graph_recorder import GraphRecorder
 
 pytestmark = pytest.mark.gpu
 
@@ -133,3 +136,28 @@ def test_gradients_through_programmes_are_those_of_the_resident_model():
     vb(x).float().square().sum().backward()
     assert all(torch.equal(grad, x.grad) for grad in grads)
     vb.close()
+
+
+def test_memory_that_torch_caches_is_given_back_where_a_capture_needs_it():
+    """In a capture torch's allocator does not free what it caches."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    held = torch.cuda.memory_reserved()
+    size = 1 << 30
+    torch.cuda.set_per_process_memory_fraction((held + 3 * size) / total)
+    try:
+        cached = torch.empty(2 * size, dtype=torch.uint8, device="cuda")
+        del cached
+        found = []
+
+        def step():
+            if torch.cuda.is_current_stream_capturing():
+                found.append(torch.ones(2 * size, dtype=torch.uint8, device="cuda"))
+
+        recorder = GraphRecorder(torch.device("cuda"))
+        graph = recorder.record(step, contextlib.nullcontext)
+        graph.replay()
+        assert found[-1].min() == 1
+        recorder.release()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

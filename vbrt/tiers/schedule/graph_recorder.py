@@ -97,7 +97,11 @@ class GraphRecorder:
             with accelerator.stream(stream):
                 step()
                 with within():
-                    pieces = self._capture(step)
+                    try:
+                        pieces = self._capture(step)
+                    except torch.OutOfMemoryError:  # in a capture, torch does not free the blocks that it caches
+                        accelerator.empty_cache()
+                        pieces = self._capture(step)
         finally:
             current.wait_stream(stream)
         self._graphs += pieces.graphs
