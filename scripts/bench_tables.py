@@ -109,7 +109,7 @@ def tables() -> str:
     for path in sorted(RESULTS.glob("routing-prefetch*.json")):
         out += prefetch_table(path)
     for path in sorted(RESULTS.glob("experts-decode-*.json")):
-        out += decode_table(path)
+        out += drive_table(path) if "drive" in path.stem else decode_table(path)
     for path in sorted(RESULTS.glob("experts-missed-*.json"), key=lambda path: len(path.name)):
         out += missed_table(path)
     for path in sorted(RESULTS.glob("step-*.json")):
@@ -327,6 +327,36 @@ def decode_table(path: Path) -> list[str]:
             else "– | – | – | – | –"
         )
         out.append(f"| {routed_case(row)} | {row['ms']:.2f} | {row['tokens_s']:.0f} | {more} |")
+    named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
+    return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
+
+
+def drive_table(path: Path) -> list[str]:
+    """Decoding with a part of the experts on a drive alone, from `scripts/experts_decode.py --drive`."""
+    result = json.loads(path.read_text())
+    where, rows = result["machine"], result["rows"]
+    resident = next(row["ms"] for row in rows if row["case"].startswith("4 bits, resident"))
+    what = (
+        f"A model of Qwen3-30B-A3B's shape ({result['layers']} layers, random weights), batch 1; with all experts on "
+        f"the GPU {resident:.2f} ms a token. {trace_of(result)} All expert pages are in files, and host memory has "
+        "room for all but the named share of them. Where the GPU decides, steps are recorded, and it waits for a page that "
+        "is on the drive alone; where the host decides, it leases each expert, in eager steps."
+    )
+    out = [
+        f"## decoding with experts on a drive, {where['gpu']}{_format_of(result)}{_origin_of(result)}",
+        "",
+        what,
+        "",
+        "| case | on the drive alone | decides | ms a token | tokens/s | hits | missing MB | waits | read MB |",
+        "| --- " * 9 + "|",
+    ]
+    for row in rows:
+        if "drive" in row:
+            reads = f"{row['posts']:.1f} | {row['drive_mb']:.0f}" if row["decides"] == ["gpu"] else "– | –"
+            out.append(
+                f"| {routed_case(row)} | {row['drive']:.0%} | {' and '.join(row['decides'])} | {row['ms']:.2f} | "
+                f"{row['tokens_s']:.0f} | {row['hit_rate']:.3f} | {row['missed_mb']:.0f} | {reads} |"
+            )
     named = ", ".join(f"{k} {v}" for k, v in where["versions"].items() if v)
     return [*out, "", f"{named}, Python {where['python']}, commit {where['commit']}.", ""]
 

@@ -186,15 +186,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    slug = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    out = asked.out or ROOT / "benchmarks" / "results" / f"experts-models-{slug}.json"
     result: dict[str, object] = {"machine": machine(), "rows": []}
     for name in asked.models:
         layers, shares = asked.layers or MODELS[name].layers, [share / 100 for share in asked.shares]
         for row in rows(name, layers, shares, asked.tokens, torch.device("cuda", 0)):
             say(row)
             result["rows"].append(row)
-    slug = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    out = asked.out or ROOT / "benchmarks" / "results" / f"experts-models-{slug}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
+            out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
