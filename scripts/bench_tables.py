@@ -339,8 +339,8 @@ def drive_table(path: Path) -> list[str]:
     what = (
         f"A model of Qwen3-30B-A3B's shape ({result['layers']} layers, random weights), batch 1; with all experts on "
         f"the GPU {resident:.2f} ms a token. {trace_of(result)} All expert pages are in files, and host memory has "
-        "room for all but the named share of them. Where the GPU decides, steps are recorded, and it waits for a page that "
-        "is on the drive alone; where the host decides, it leases each expert, in eager steps."
+        "room for all but the named share of them. Where the GPU decides, steps are recorded, and it waits for a page "
+        "that is on the drive alone; where the host decides, it leases each expert, in eager steps."
     )
     out = [
         f"## decoding with experts on a drive, {where['gpu']}{_format_of(result)}{_origin_of(result)}",
