@@ -32,6 +32,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -46,6 +47,7 @@ from vbrt.host import accelerator
 from vbrt.integrations import batches
 from vbrt.integrations.text_generation import Turn
 from vbrt.integrations.token_times import llama_8b
+from vbrt.libraries import transformers_flash
 
 DEVICE = accelerator.TYPE if accelerator.is_available() else "cpu"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,12 +59,13 @@ PEER_ROOM = ("--dtype", "bfloat16")  # of `transformers serve`, whose cache take
 
 
 class Pass(NamedTuple):
-    """Pass of a batch: new tokens, tokens read from the cache, sequences; when it began, and seconds until its tokens
-    were on the host."""
+    """Pass of a batch: new tokens, tokens that they attend to, sequences, transformers' name of the attention; when the
+    host came to it, and seconds of its launches on a GPU, of the call on a CPU."""
 
     tokens: int
     cached: int
     sequences: int
+    attention: str
     begun: float
     seconds: float
 
@@ -75,19 +78,30 @@ def watched() -> Iterator[list[Pass]]:
     """Yield the passes of transformers' continuous batching, as they end."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor as Processor
 
-    plain, passes = Processor._generation_step, list[Pass]()
+    plain, passes, timed = Processor._generation_step, list[Pass](), list[tuple[Any, ...]]()
 
     def step(processor: Any, model: Any) -> None:
         given, begun = processor.inputs_and_outputs, time.perf_counter()
+        pairs, events = getattr(given, "io_pairs", None), []
+        now = given if pairs is None else pairs[given.current_pair].host_io
+        sizes = now.total_seqlen_q, max(now.total_seqlen_k.values()), now.num_request_in_batch
+        sizes += (model.config._attn_implementation,)
+        if (stream := given.compute_stream) is not None:
+            events = [stream.record_event(accelerator.Event(enable_timing=True))]
         plain(processor, model)
-        sizes = given.total_seqlen_q, max(given.total_seqlen_k.values()), given.num_request_in_batch
-        passes.append(Pass(*sizes, begun, time.perf_counter() - begun))
+        events += [stream.record_event(accelerator.Event(enable_timing=True))] if events else []
+        timed.append((sizes, begun, time.perf_counter() - begun, events))
 
     Processor._generation_step = step
     try:
         yield passes
     finally:
         Processor._generation_step = plain
+        for sizes, begun, seconds, events in timed:
+            if events:
+                events[1].synchronize()
+                seconds = events[0].elapsed_time(events[1]) / 1e3
+            passes.append(Pass(*sizes, begun, seconds))
 
 
 def prompts_of(count: int, longest: int) -> dict[str, list[int]]:
@@ -117,7 +131,7 @@ def run(vb: vbrt.VBModelWrapper, prompts: dict[str, list[int]], new: int) -> tup
         "seconds": seconds, "tokens_per_s": tokens / seconds, "passes": len(passes),
         "moved_bytes_a_pass": (moved_bytes(vb) - before) / len(passes),
         "sequences": max(one.sequences for one in passes), "step_ms": 1e3 * _median([p.seconds for p in decoding]),
-        "between_steps_ms": 1e3 * _median(gaps), "attention": vb.module.config._attn_implementation,
+        "between_steps_ms": 1e3 * _median(gaps), "attention": passes[-1].attention,
         "begin_s": passes[0].begun - begun, "prompt_passes_s": sum(p.seconds for p in passes if p not in decoding),
     }  # fmt: skip
     return row | (_peak(vb) if DEVICE != "cpu" else {}), passes
@@ -172,6 +186,10 @@ def offline(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator
         row |= bound(row, passes, resident, link) | {"link_bytes_s": link, "fallbacks": list(vb.stats().fallbacks)}
         rows.append({"case": f"{case}, {said}", **row})
         yield
+        if options.masks:
+            with mock.patch.object(transformers_flash, "flash_refusal", lambda model: "--masks"):
+                rows.append({"case": f"{case}, {said}, through masks", **run(vb, prompts, options.new)[0]})
+                yield
         vb.close()
         del vb, plain
         gc.collect()
@@ -358,6 +376,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--longest", type=int, default=512, help="prompt, in tokens")
     parser.add_argument("--new", type=int, help="tokens of an answer (offline: 128, serving: 64)")
+    parser.add_argument("--masks", action="store_true", help="offline: also with transformers' own attention")
     parser.add_argument("--memory", type=int, default=48, help="GB of the GPU, offline")
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=2, help="requests of a user")

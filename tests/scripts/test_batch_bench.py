@@ -31,12 +31,15 @@ def test_a_batch_has_a_row_and_its_passes():
         row, passes = bench.run(vb, prompts, 6)
     assert row["passes"] == len(passes) and sum(one.tokens for one in passes) == row["prompt_tokens"] + 5 * 5
     assert row["sequences"] == 5 and 0 < row["step_ms"] < 1e3 * row["seconds"] and row["between_steps_ms"] > 0
+    assert row["attention"] == "sdpa"
     assert row["tokens_per_s"] == pytest.approx(30 / row["seconds"])
 
 
 def test_a_bound_takes_the_longer_of_link_and_of_the_like_resident_pass():
-    resident = [bench.Pass(100, 0, 4, 0.0, 0.5), bench.Pass(4, 104, 4, 0.5, 0.1), bench.Pass(4, 120, 4, 0.6, 0.3)]
-    passes = [bench.Pass(96, 0, 4, 0.0, 9.0), bench.Pass(4, 106, 4, 9.0, 9.0), bench.Pass(4, 118, 4, 18.0, 9.0)]
+    def like(*passes):
+        return [bench.Pass(tokens, cached, 4, "sdpa", 0.0, seconds) for tokens, cached, seconds in passes]
+
+    resident, passes = like((100, 0, 0.5), (4, 104, 0.1), (4, 120, 0.3)), like((96, 0, 9), (4, 106, 9), (4, 118, 9))
     row = {"prompts": 4, "new": 3, "seconds": 2.0, "moved_bytes_a_pass": 20e9}
     found = bench.bound(row, passes, resident, 100e9)  # 0.2 s a pass over the link
     assert found["bound_s"] == pytest.approx(0.5 + 0.2 + 0.3) and found["of_bound"] == pytest.approx(0.5)

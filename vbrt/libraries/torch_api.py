@@ -50,11 +50,13 @@ __all__ = [
     "dispatch_mode_at",
     "dispatch_modes",
     "end_allocate_to_pool",
+    "flash_varlen",
     "function_modes_enabled",
     "functorch_enabled",
     "get_unwrapped",
     "graph_pass_base",
     "guards_attribute",
+    "has_flash_varlen",
     "has_overlap",
     "has_storage",
     "hash_of_files",
@@ -170,6 +172,35 @@ raw_stream = _of_accelerator(
 set_stream = _of_accelerator("set_stream", "setStream", _set_stream)
 is_capturing = _of_accelerator("is_capturing", "isCurrentStreamCapturing", accelerator.is_current_stream_capturing)
 end_allocate_to_pool = _optional("end_allocate_to_pool", "_C:_cuda_endAllocateToPool")
+_flash_forward = _optional("flash_forward", ":ops.aten._flash_attention_forward")
+
+
+def flash_varlen(
+    query_MHK: torch.Tensor,
+    key_NGK: torch.Tensor,
+    value_NGK: torch.Tensor,
+    begins_M: torch.Tensor,
+    begins_N: torch.Tensor,
+    longest_M: int,
+    longest_N: int,
+    *,
+    scale: float | None,
+    left: int,
+) -> torch.Tensor:
+    """Causal attention within sequences that lie behind each other, on an NVIDIA GPU, as [M, H, K].
+
+    Args:
+        query_MHK, key_NGK, value_NGK: 16 bits; H a multiple of G. The last queries of a sequence are at its last keys.
+        begins_M, begins_N: int32 [sequences + 1]: where each begins, and the last one's end.
+        longest_M, longest_N: tokens of a sequence, at most.
+        left: keys before a query's own that it sees; -1: all.
+    """
+    window = {} if left < 0 else {"window_size_left": left}
+    lengths = begins_M, begins_N, longest_M, longest_N
+    return _flash_forward(query_MHK, key_NGK, value_NGK, *lengths, 0.0, True, False, scale=scale, **window)[0]
+
+
+has_flash_varlen = _flash_forward is not None
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vbrt.errors import LibraryError, VBError
 from vbrt.libraries.probe import Feature
+from vbrt.libraries.transformers_flash import flash_batches, is_routed
 
 __all__ = [
     "BATCHES",
@@ -138,19 +139,21 @@ def batching(
     Raises:
         LibraryError: transformers lacks a part.
     """
-    manager = manager_of(model, sample=sample, cache=cache, storage=storage, max_new_tokens=max_new_tokens)
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.stop(block=True, timeout=_STOP_SECONDS)
-        manager.destroy()
+    with flash_batches(model):
+        manager = manager_of(model, sample=sample, cache=cache, storage=storage, max_new_tokens=max_new_tokens)
+        manager.start()
+        try:
+            yield manager
+        finally:
+            manager.stop(block=True, timeout=_STOP_SECONDS)
+            manager.destroy()
 
 
 def manager_of(
     model: nn.Module, *, sample: bool, cache: dict[str, Any], storage: CodedStorage | None, **generation: Any
 ) -> Any:
-    """Return transformers' batching manager for a model, not started.
+    """Return transformers' batching manager for a model, not started; in a block of `flash_batches` it prepares a pass
+    while the one before computes.
 
     Args:
         sample: draw tokens as the model's generation config says, else greedily.
@@ -168,6 +171,8 @@ def manager_of(
     if storage is not None:
         CODED_CACHE.check()
         cache = {**cache, "max_blocks_per_request": 0, "cpu_offload_space": 0.0}  # kernels and copies of plain blocks
+    elif is_routed(model):  # rows of codes are marked and used in turns
+        cache = {**cache, "use_async_batching": True}
     how = BATCHES.part(_CONFIG)(**cache)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=how)
     if storage is not None:

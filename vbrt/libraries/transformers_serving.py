@@ -6,6 +6,7 @@
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import socket
 import threading
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from vbrt.errors import LibraryError, VBError
 from vbrt.libraries.probe import Feature
 from vbrt.libraries.transformers_batching import CodedStorage, manager_of
+from vbrt.libraries.transformers_flash import flash_batches
 
 __all__ = ["FEATURES", "SERVER", "Server", "check_server"]
 
@@ -91,7 +93,9 @@ class Server:
         _pin(manager, SERVER.part(f"{_MANAGER}:TimedModel"), name, (model, tokenizer))
         self._generation = state.get_manager(key, use_cb=self._together)
         self._within(context)
+        self._held = contextlib.ExitStack()
         if cache is not None:  # instead of what its init_cb would make with the first request
+            self._held.enter_context(flash_batches(model))
             self._generation._cb = manager_of(model, sample=sample, cache=cache, storage=storage, use_cache=False)
             self._generation._cb.start()
         self._made.server.config.app.add_api_route("/metrics", _metrics_route(metrics), include_in_schema=False)
@@ -108,10 +112,11 @@ class Server:
             await shut_down(sockets)
 
         server.shutdown = shut_down_in_time
-        try:
-            server.run(sockets=[listening])
-        finally:
-            self._end()
+        with self._held:
+            try:
+                server.run(sockets=[listening])
+            finally:
+                self._end()
 
     def _end(self) -> None:
         """End requests, which get an error, and wait for the pass that runs."""
