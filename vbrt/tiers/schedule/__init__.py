@@ -25,6 +25,10 @@ same copies wait outside of it. So replays one after the other keep the link bus
 keeps no page from moving: after a budget change, a page rehomed or retired, or another choice of pages that stay,
 `replay` returns False with nothing run. A graph captured without a recording may hold pages that live on the GPU only;
 they stay there from then on, and a budget that would move them is refused.
+
+**Blocks of a training pass** (`block_ring.py`) are graphs of their own, which read their pages at fixed places. Whole
+blocks pass through two regions, so that a backward that computes its forward again reads each page once; an order that
+recurs is prefetched, any other is right.
 """
 
 __all__: list[str] = []

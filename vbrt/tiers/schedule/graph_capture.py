@@ -12,12 +12,15 @@ weight invalidates the recording, and `replay` returns False from then on.
 """
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 
 from vbrt.errors import TierError
 from vbrt.host import accelerator
+from vbrt.tiers.schedule.block_ring import BlockPlaces
 from vbrt.tiers.schedule.programme_graph import RecordedRun, run_to_record
 from vbrt.tiers.stack.page_stack import PageStack
+from vbrt.tiers.stack.scheduling import LeasedTensors
 
 __all__ = ["Recording", "refusal"]
 
@@ -38,8 +41,16 @@ def refusal(stack: PageStack, phase: str, keys: Collection[str] | None = None) -
 class Recording:
     """Capture of one pass as a CUDA graph, and its replays."""
 
-    def __init__(self, stack: PageStack, phase: str, keys: Collection[str] | None = None) -> None:
-        """Prepare the capture of a pass of the phase. Raises TierError, with the reason, where there can be none."""
+    def __init__(
+        self, stack: PageStack, phase: str, keys: Collection[str] | None = None, *, places: BlockPlaces | None = None
+    ) -> None:
+        """Prepare the capture of a pass of the phase. Raises TierError, with the reason, where there can be none.
+
+        Args:
+            keys: of the pages that the pass leases, where known, without those that have places.
+            places: of pages in a ring of blocks.
+        """
+        self._places = places
         with stack.guard.lock:
             stack.decider.catch_up()
             reason = refusal(stack, phase, keys)
@@ -64,6 +75,10 @@ class Recording:
         self._begun = False
         ledger.recording = self
         return self
+
+    def lease(self, keys: Sequence[str]) -> AbstractContextManager[LeasedTensors] | None:
+        """Return a lease of pages at places of their own; None: the stack leases them."""
+        return None if self._places is None or not self.mine else self._places.lease(keys)
 
     def begin(self) -> bool:
         """Start to record this thread's leases into the capture of its stream; False if that has started before.

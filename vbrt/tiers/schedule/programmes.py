@@ -15,7 +15,7 @@ from vbrt.tiers.schedule.programme_run import ProgrammeRun
 from vbrt.tiers.stack.ledger import Ledger
 from vbrt.tiers.stack.mover import Mover
 from vbrt.tiers.stack.pass_counts import Passes
-from vbrt.tiers.stack.slots import Page, slot_below
+from vbrt.tiers.stack.slots import detour
 
 __all__ = ["Programmes"]
 
@@ -105,15 +105,12 @@ class Programmes:
     def _sizes(self, round_: tuple[PassOrder, ...]) -> Mapping[str, int]:
         """Return the bytes of each streamed page; empty, with `reason` set, if a programme cannot stream one."""
         ledger, sizes = self._ledger, {}
-        stream, overhead = ledger.levels[0].stream, ledger.levels[0].overhead_bytes
+        overhead = ledger.levels[0].overhead_bytes
         for key in {key for one in round_ for keys in one.leases for key in keys}:
             page = ledger.pages.get(key)
-            source = None if page is None else slot_below(ledger, page)
-            if source is None:
-                self.reason = f"{_layer(key)} ({_detour(ledger, page)})"
-                return {}
-            if stream is not None and page.home and not source.room.asynchronous:
-                self.reason = f"{_layer(key)} (pageable memory)"
+            why = detour(ledger, page)
+            if why:
+                self.reason = f"{_layer(key)} ({why})"
                 return {}
             if page.tally is not None:
                 self.reason = f"{_layer(key)} (routed experts: tokens choose the pages)"
@@ -229,13 +226,6 @@ class Programmes:
 
 def _without_foresight(policy: Policy) -> str:
     return f'policy "{policy.kind}" cannot predict its evictions ("scheduled" can)'
-
-
-def _detour(ledger: Ledger, page: Page | None) -> str:
-    if page is None:
-        return "its page is gone"
-    home = ledger.levels[page.home].tier
-    return "copied through a tier between" if home.memory else f"in {home.name}, not in memory"
 
 
 def _layer(key: str) -> str:

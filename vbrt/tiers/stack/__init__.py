@@ -31,6 +31,9 @@ would copy without asking: there are none in such a stack.
 **Put pages** (`device_arena.py`): kernels read an arena and its sources by address, so no budget and no rehoming moves
 them while the arena's owner holds its claim. They do not count as travellers, so layers beside them may be captured.
 
+**Loans** (`ledger.loans`): room of the computing tier that a schedule fills itself, one page with its home there. It is
+asked back before any page gets a home or a tier another budget, so nothing that decides about homes knows of loans.
+
 **Counters** (`page_counters.py`, `page_census.py`): a layer of experts has thousands of pages, so its pages share a
 `Tally`, to which a lease adds once. The census of pages is taken again only after a page was added, rehomed or retired,
 so `stats()` and the change of a phase walk no pages.

@@ -1,6 +1,7 @@
 """Shared state of a stack: its levels, its pages, and the lock of both."""
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -12,7 +13,7 @@ from vbrt.host import accelerator
 from vbrt.residency.policy import Policy
 from vbrt.tiers.protocols.tier import Tier
 from vbrt.tiers.stack.page_census import Census
-from vbrt.tiers.stack.scheduling import Borrowing, GraphRecording, Run, Schedule
+from vbrt.tiers.stack.scheduling import Borrowing, GraphRecording, Loan, Run, Schedule
 from vbrt.tiers.stack.slots import Claim, Level, Page
 from vbrt.tiers.stack.stack_lock import Guard
 
@@ -74,6 +75,7 @@ class Ledger:
         torn: True while the ledger is written, and after a block that an exception has left.
         recording: the open CUDA graph capture of a pass; None without one.
         running: the run that serves leases; None without one.
+        loans: room of the top tier beside the policy's; given back before a page gets a home.
         programmes: starts and ends runs; a stack sets it.
         catch_up: `Decider.catch_up`; a stack sets it.
         encoding: lock: one weight is encoded, and one page given a home, at a time.
@@ -95,6 +97,7 @@ class Ledger:
         self.writing, self.deciding = Writing(self), Deciding(self)
         self.recording: GraphRecording | None = None
         self.running: Run | None = None
+        self.loans: weakref.WeakSet[Loan] = weakref.WeakSet()
         self.programmes: Schedule | None = None
         self.catch_up: Callable[[], None] | None = None
         self.encoding = threading.RLock()

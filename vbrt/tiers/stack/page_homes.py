@@ -53,7 +53,7 @@ class Homes:
         page.bytes_moved = ledger.links(page.home)
         page.owners.add(owner.claim)
         with ledger.encoding:
-            self._finish()
+            self._begin()
             with self._guard.lock:
                 ledger.check_open(key)
                 self._decider.catch_up()
@@ -128,6 +128,12 @@ class Homes:
                     copy.level.evict(page.key)
             level.evict(page.key)
 
+    def _begin(self) -> None:
+        """Complete or roll back an interrupted migration, and have lent room given back."""
+        self._finish()
+        for loan in list(self._ledger.loans):
+            loan.give_back()
+
     def _finish(self) -> None:
         """Complete a migration, or roll back an interrupted one."""
         arrival, ledger = self._arrival, self._ledger
@@ -150,7 +156,7 @@ class Homes:
         if level is None:
             raise TierError(f"tiers.{name}: this model has the tiers {', '.join(ledger.names)}")
         with ledger.encoding:  # no page is added meanwhile
-            self._finish()
+            self._begin()
             if level is ledger.levels[-1] and not level.tier.memory and nbytes < level.home_bytes:
                 raise TierError(f"tiers.{name}.budget = {nbytes}: {level.home_bytes} bytes of pages live there")
             moves = self._moves(level, nbytes, lease_bytes)
@@ -185,7 +191,7 @@ class Homes:
         """Give pages other homes; see TierStack.rehome."""
         ledger = self._ledger
         with ledger.encoding:
-            self._finish()
+            self._begin()
             with self._guard.lock:
                 self._decider.catch_up()
                 moves = [

@@ -12,6 +12,7 @@ waits says why they cannot deadlock.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -29,7 +30,7 @@ from vbrt.tiers.stack.mover import Mover, Write
 from vbrt.tiers.stack.page_homes import Homes
 from vbrt.tiers.stack.page_rewrites import Rewriter
 from vbrt.tiers.stack.pass_counts import Passes
-from vbrt.tiers.stack.scheduling import Schedule
+from vbrt.tiers.stack.scheduling import LeasedTensors, Schedule
 from vbrt.tiers.stack.slots import Level, Owner, Page
 from vbrt.tiers.stack.unencoded_pages import Shells
 
@@ -246,7 +247,7 @@ class PageStack:
         """Return passes, hits and misses by phase. Accesses between two passes count for the first one."""
         return self.decider.phases()
 
-    def lease(self, keys: Sequence[str]) -> Lease:
+    def lease(self, keys: Sequence[str]) -> Lease | AbstractContextManager[LeasedTensors]:
         """Lease pages in the top tier: `with stack.lease(keys) as tensors` yields one dict of views per key.
 
         The views are valid inside the `with` block only, unless the page's home is the top tier.
@@ -255,7 +256,8 @@ class PageStack:
             TierError: (on entering) a page cannot be read or verified, does not fit besides this thread's other
                 leases, or was retired.
         """
-        return Lease(self, keys)
+        recording = self.ledger.recording
+        return (None if recording is None else recording.lease(keys)) or Lease(self, keys)
 
     def after_fork(self) -> None:
         """Reset the stack in a forked child: pages at home stay, threads of the parent are replaced."""

@@ -5,13 +5,14 @@ a recurring round by a run, without policy decisions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from vbrt.tiers.stack.slots import Borrower, Slot
 
-__all__ = ["Borrowing", "GraphRecording", "Leased", "LeasedTensors", "Run", "Schedule"]
+__all__ = ["Borrowing", "GraphRecording", "Leased", "LeasedTensors", "Loan", "Run", "Schedule"]
 
 
 class LeasedTensors(list):
@@ -112,3 +113,13 @@ class GraphRecording(Protocol):
 
     def begin(self) -> bool:
         """Start to record this thread's leases; False if that has started before."""
+
+    def lease(self, keys: Sequence[str]) -> AbstractContextManager[LeasedTensors] | None:
+        """Return a lease of pages that the recorded pass reads at places of their own; None: the stack leases them."""
+
+
+class Loan(Protocol):
+    """Room of the top tier that holds copies beside the policy's, until pages need other homes."""
+
+    def give_back(self) -> None:
+        """Free the room, after the kernels and copies that use it. Idempotent."""

@@ -27,7 +27,7 @@ from vbrt.tiers.stack.page_counters import Tally
 from vbrt.tiers.stack.stack_lock import Guard
 from vbrt.tiers.storage.pinned_staging import Relay
 
-__all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State", "slot_below"]
+__all__ = ["Borrower", "Claim", "Level", "Owner", "Page", "Slot", "State", "detour", "slot_below"]
 
 
 class State(Enum):
@@ -369,3 +369,15 @@ def slot_below(ledger: "_Books", page: Page) -> Slot | None:
     if any(level.keeps_copies for level in between) or not (home.tier.memory or ledger.levels[0].brings(slot)):
         return None
     return slot
+
+
+def detour(ledger: "_Books", page: Page | None) -> str:
+    """Return why a page does not reach the top tier by one copy that the host need not wait for; "" if it does."""
+    if page is None:
+        return "its page is gone"
+    source, home = slot_below(ledger, page), ledger.levels[page.home].tier
+    if source is None:
+        return "copied through a tier between" if home.memory else f"in {home.name}, not in memory"
+    if ledger.levels[0].stream is not None and page.home and not source.room.asynchronous:
+        return "pageable memory"
+    return ""
