@@ -10,94 +10,18 @@ import types
 import pytest
 import torch
 
-import vbrt
+from tests.model.checkpointed import IDS, adapted, same, trained, weights_of
 from vbrt.model import recorded_blocks
-from vbrt.model.recorded_blocks import Checkpoint, RecordedBlocks
+from vbrt.model.recorded_blocks import Checkpoint
 from vbrt.tiers.schedule import graph_capture
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
 pytestmark = pytest.mark.filterwarnings("ignore")
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-IDS = torch.arange(2, 26).reshape(2, 12)
-
-
-class Again:
-    """Runs what was recorded again, without its counts: a graph runs no Python."""
-
-    handles = ()
-
-    def __init__(self, device):
-        pass
-
-    def record(self, step, within):
-        step()
-        with within():
-            step()
-
-        def replay():
-            counts = [handle.forwards for handle in self.handles]
-            step()
-            for handle, forwards in zip(self.handles, counts, strict=True):
-                handle.forwards = forwards
-
-        return types.SimpleNamespace(replay=replay)
-
-    def release(self):
-        pass
-
-
-def llama(*, attention_dropout=0.0):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **SIZES, num_hidden_layers=3, vocab_size=64, tie_word_embeddings=False, attention_dropout=attention_dropout
-    )
-    return transformers.LlamaForCausalLM(config).bfloat16()
-
-
-def adapted(device="cpu", *, records=True, **kinds):
-    """A model with adapters, of which blocks are checkpointed; recorded by the stand-in, or eager."""
-    vb = vbrt.wrap(llama(**kinds).to(device), "fp4", weights={"min_parameters": 1}).materialize()
-    if device == "cpu":
-        recorder = type("Recorder", (Again,), {"handles": vb._attachment.registry.handles})
-        vb._attachment.recorded = RecordedBlocks(vb.stack, captures=records, recorder=recorder)
-    elif not records:
-        vb._attachment.recorded.release()
-    vb.gradient_checkpointing_enable()
-    torch.manual_seed(1)
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(vb, settings).train()
-    model.enable_input_require_grads()
-    return vb, model
 
 
 @pytest.fixture
 def graphs(monkeypatch):
     """CUDA graphs are taken for possible."""
     monkeypatch.setattr(graph_capture, "refusal", lambda *given: None)
-
-
-def weights_of(model):
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-def trained(model, steps, between=lambda step: None, ids=IDS):
-    """Losses of some steps."""
-    optimizer, losses = torch.optim.AdamW(weights_of(model).values(), 1e-2), []
-    for step in range(steps):
-        between(step)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def same(one, other):
-    others = weights_of(other)
-    return all(torch.equal(weight, others[name]) for name, weight in weights_of(one).items())
 
 
 def test_steps_are_those_of_eager_blocks(graphs):

@@ -273,11 +273,14 @@ class Attachment:
 
     def _begin_pass(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a pass on the stack; phases, and so learned orders, are per model."""
+        decodes = inferred_phase(args, kwargs) == DECODE
         if torch.is_grad_enabled():
             self.recorded.begin(self.model)
+        else:
+            self.recorded.rest(decodes=decodes)
         named = phase_name(self)
         phase = named or self._unnamed_phase(args, kwargs)
-        if inferred_phase(args, kwargs) == DECODE:
+        if decodes:
             self.hosting.follow(self.prefix + phase, rows_of(args, kwargs))
         elif self.follower is None or not self.follower.generates:
             self.hosting.follow(self.prefix + phase)

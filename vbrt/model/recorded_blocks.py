@@ -10,10 +10,14 @@ A block of which transformers checkpoints the activations (`gradient_checkpointi
 forward and its backward but its inputs, so both are recorded apart, in memory that all blocks share. A recording serves
 calls of the same shapes, dtypes, constants and autocast; gradients of adapters leave it as ever, through autograd.
 
-A block stays eager where its pages move, where it draws random numbers, has hooks, gets other arguments than tensors
-and constants, or where its graphs' results differ from eager ones, which are compared once. Recordings are dropped when
-an attribute of the model has changed between two passes (adapters that were added, scaled or switched), or a page has
-moved. Not seen: functions of Python modules that are replaced while a model trains.
+Where pages live in host memory, the graphs read them in a ring of blocks (`vbrt.tiers.schedule.block_ring`): while one
+block runs, the next one's pages are copied. The ring takes most of the GPU's budget for pages. It is given back where a
+model decodes, or runs without gradients for long: eager passes stream all pages through the room that is left.
+
+A block stays eager where its pages cannot stream so, where it draws random numbers, has hooks, gets other arguments
+than tensors and constants, or where its graphs' results differ from eager ones, which are compared once. Recordings are
+dropped when an attribute of the model has changed between two passes (adapters that were added, scaled or switched), or
+a page has moved. Not seen: functions of Python modules that are replaced while a model trains.
 """
 
 import functools
@@ -30,13 +34,14 @@ from torch.utils.checkpoint import checkpoint
 
 from vbrt.errors import TierError
 from vbrt.kernels.observers import is_known_memory, is_watched
-from vbrt.layers import SwappedLayer
+from vbrt.layers import SwappedLayer, weights_in
 from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.layers.weights.state import Weight
 from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
 from vbrt.libraries.transformers_api import CHECKPOINT_FUNCTION, checkpointed_blocks
 from vbrt.model.mutation_watch import Watch
 from vbrt.tiers import Recording, TierStack
+from vbrt.tiers.schedule.block_ring import BlockRing
 from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded, waits_noticed
 
 __all__ = ["Checkpoint", "RecordedBlocks"]
@@ -45,6 +50,9 @@ _EAGER_CALLS = 2  # of a block, before it is recorded: kernels are compiled and 
 _MOST, _MOST_KNOWN = 4, 64  # recordings of a block; kinds of calls whose number is known
 _CAPTURE = 2  # a recorder's second run of a function, behind a warm-up
 _DIFFERENCE = 1e-2  # of an eager result's norm: the order of a backward's sums may vary
+_IDLE_PASSES = 64  # without gradients, one after the other, until the ring is given back
+_SHORT_STEPS = 16  # of a ring: fewer are not worth its recordings
+_SHORT_RINGS = 3  # of fewer steps, one after the other, until blocks stay eager
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 Plain = Callable[..., Any]
@@ -141,7 +149,9 @@ class RecordedBlocks:
         self._recorder: GraphCapture | None = None
         self._watch: Watch | None = None
         self._reasons: dict[str, None] = {}
+        self._rings = _Rings(stack)
         self._failed = False  # then no more is recorded: a pool that lost a capture may refuse the next
+        self._idle = 0  # passes without gradients since the last one with
         self.replays = 0
 
     @property
@@ -153,11 +163,14 @@ class RecordedBlocks:
         """Take over the checkpoint functions of a model's blocks, at the begin of a pass with gradients."""
         if not self._captures or torch.compiler.is_compiling():
             return
+        self._idle = 0
+        if self._rings.ring is not None and not any(
+            isinstance(found, _Block) for known in self._known.values() for found in known.values()
+        ):
+            self._rings.leave()
         if self._watch is not None and self._watch.sees_changes():
             self._forget()
-        blocks = (
-            checkpointed_blocks(model) if self._watch is None else [block for ref in self._blocks if (block := ref())]
-        )
+        blocks = checkpointed_blocks(model) if self._watch is None else self._live_blocks()
         for block in blocks:
             plain = vars(block).get(CHECKPOINT_FUNCTION)
             if plain is not None and not isinstance(plain, Checkpoint):
@@ -165,6 +178,14 @@ class RecordedBlocks:
         self._blocks = [weakref.ref(block) for block in blocks]
         if blocks and self._watch is None:
             self._watch = Watch(model)
+
+    def rest(self, *, decodes: bool) -> None:
+        """Note the begin of a pass without gradients: after many of them, or where the model decodes, the policy gets
+        the ring's room."""
+        self._idle += 1
+        if self._rings.ring is not None and (decodes or self._idle > _IDLE_PASSES):
+            self._rings.ring.give_back()
+            self._forget()
 
     def recorded(self, block: nn.Module, function: Any, args: tuple) -> Callable[[], Any] | None:
         """Return a replay of a call; None where it is to run eagerly."""
@@ -196,29 +217,37 @@ class RecordedBlocks:
             self._known[block] = {key: 1}
             return None
         self.replays += 1
+        self._rings.count()
         return functools.partial(found, call)
 
     def _record(self, block: nn.Module, call: _Call) -> "_Block | None":
-        handles = [module.handle for module in block.modules() if isinstance(module, SwappedLayer)]
-        why = self._refusal(block, handles)
+        handles = _handles_of(block)
+        found = _Block(block, call, self._memory)
+        why = self._refusal(block, handles) or found.run_eagerly(handles)
+        if not why:
+            self._rings.open(self._live_blocks())  # before any recording: one more page ends recordings
+            why = self._rings.refusal if any(handle.streams for handle in handles) else ""
         if why:
             self._eager(why)
             return None
         if self._recorder is None:
             self._recorder = self._new_recorder(self._stack.device)
-        recording = Recording(self._stack, "forward", [key for handle in handles for key in handle.keys])
-        found = _Block(block, call, self._memory, recording)
-        if why := found.capture(self._recorder, handles):
+        with self._stack.encoding:
+            why = found.capture(self._recorder, self._stack, handles, self._rings.places(block))
+        if why:
             self._eager(why)
             return None
         return found
 
+    def _live_blocks(self) -> list[nn.Module]:
+        return [block for block in (ref() for ref in self._blocks) if block is not None]
+
     def _refusal(self, block: nn.Module, handles: Sequence[Any]) -> str:
         """Return why a block cannot be recorded now; "" if it can."""
-        if not all(isinstance(handle, Weight) and not handle.spec.by_rows for handle in handles):
+        if not _are_whole(handles):
             return "one has routed experts or tables in the tiers"
-        if any(self._stack.pages[key].home for handle in handles for key in handle.keys):
-            return "the pages of one move"
+        if any(handle.held.hosts for handle in handles):
+            return "the CPU computes products of one"
         if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in block.modules()):
             return "one has hooks"
         return ""
@@ -229,6 +258,7 @@ class RecordedBlocks:
     def _forget(self) -> None:
         """Drop all recordings."""
         self._known.clear()
+        self._rings.close()
         self._watch = None
         self._memory.gone, self._memory = True, _Memory()
         if self._recorder is not None:
@@ -244,6 +274,83 @@ class RecordedBlocks:
             if isinstance(taken, Checkpoint):
                 setattr(block, CHECKPOINT_FUNCTION, taken.plain)
         self._blocks = []
+
+
+class _Places(NamedTuple):
+    """Places of a block's pages in a ring."""
+
+    ring: BlockRing
+    block: int
+
+
+class _Rings:
+    """The ring of a model's blocks, while there is one.
+
+    Attributes:
+        ring: None without one.
+        refusal: why there is none, for a block whose pages move; "" while there is one.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self.ring: BlockRing | None = None
+        self.refusal, self._opened = "", False
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._runs = self._short = 0
+
+    def open(self, blocks: Sequence[nn.Module]) -> None:
+        """Open a ring if pages of blocks move, unless that has been tried since the last `close`."""
+        whole = [_handles_of(block) if _are_whole(_handles_of(block)) else [] for block in blocks]
+        if self._opened or not any(handle.streams for handles in whole for handle in handles):
+            return
+        self._opened, self._runs = True, 0
+        if self._short >= _SHORT_RINGS:
+            self.refusal = f"the pages of one move: their room was needed otherwise {self._short} times, too soon"
+            return
+        keys = [[key for handle in handles for key in handle.keys] for handles in whole]
+        leases = (_lease_bytes(handle) for handle in weights_in(self._stack) if handle.streams)
+        try:
+            self.ring, self.refusal = BlockRing(self._stack, keys, lease_bytes=max(leases, default=0)), ""
+        except TierError as error:
+            self.refusal = f"the pages of one move: {error}"
+        self._numbers = weakref.WeakKeyDictionary({block: number for number, block in enumerate(blocks)})
+
+    def places(self, block: nn.Module) -> _Places | None:
+        """Return the places of a block's pages; None if they are at home on the computing device."""
+        streams = any(handle.streams for handle in _handles_of(block))
+        return _Places(self.ring, self._numbers[block]) if streams and self.ring is not None else None
+
+    def count(self) -> None:
+        """Count a run of a block."""
+        self._runs += 1
+
+    def leave(self) -> None:
+        """Give the ring back, as no block could be recorded, and open no other until `close`."""
+        self.close()
+        self.refusal, self._opened = "the pages of one move, and no block could be recorded", True
+
+    def close(self) -> None:
+        """Give the ring back. Idempotent."""
+        if self.ring is not None:
+            if self.ring.ended:  # others took it
+                self._short = self._short + 1 if self._runs < _SHORT_STEPS * len(self._numbers) else 0
+            self.ring.give_back()
+        self.ring, self.refusal, self._opened = None, "", False
+
+
+def _handles_of(block: nn.Module) -> list[Any]:
+    return [module.handle for module in block.modules() if isinstance(module, SwappedLayer)]
+
+
+def _are_whole(handles: Sequence[Any]) -> bool:
+    """True if layers lease whole weights: no routed experts, no rows of tables."""
+    return all(isinstance(handle, Weight) and not handle.spec.by_rows for handle in handles)
+
+
+def _lease_bytes(handle: Any) -> int:
+    """Bytes of a lease: of a weight, or of one of several experts."""
+    sizes = [page.nbytes for page in handle.pages]
+    return sum(sizes) if isinstance(handle, Weight) else max(sizes, default=0)
 
 
 class _Memory:
@@ -280,10 +387,12 @@ class _Memory:
 class _Block:
     """Two graphs of one block, for calls of one kind: its forward; and the forward again with the backward."""
 
-    def __init__(self, block: nn.Module, call: _Call, memory: _Memory, recording: Recording) -> None:
+    def __init__(self, block: nn.Module, call: _Call, memory: _Memory) -> None:
         self._block = weakref.ref(block)
         self.parameters = [p for p in block.parameters() if p.requires_grad and is_known_memory(p)]
-        self._memory, self._recording, self._call = memory, recording, call
+        self._memory, self._call = memory, call
+        self._recording: Recording | None = None
+        self._places: _Places | None = None
         self._autocast = _autocast(call.tensors[0].device.type)
         self._device = call.tensors[0].device
         self._inputs = [memory.like(("in", at), tensor) for at, tensor in enumerate(call.tensors)]
@@ -293,19 +402,37 @@ class _Block:
         self._gradients: list[Tensor | None] = []
         self._added: list[tuple[Any, int, int]] = []  # handle, its forwards in the forward, in the backward
         self._checkpointed: tuple[list[Tensor], Sequence[Tensor]] | None = None  # what gets gradients, results
+        self._eager: tuple[list[Tensor], list[Tensor | None]] = [], []
+        self._counted: list[int] = []
         self.form: TreeSpec | None = None
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
-    def capture(self, recorder: GraphCapture, handles: Sequence[Any]) -> str:
-        """Run the block eagerly, record it, and compare; return why it cannot be recorded, "" if it is."""
-        before, counted = _random_state(self._device), [handle.forwards for handle in handles]
+    def run_eagerly(self, handles: Sequence[Any]) -> str:
+        """Run the block as it will be recorded; return why it cannot be recorded, "" if it can."""
+        before, self._counted = _random_state(self._device), [handle.forwards for handle in handles]
         with waits_noticed(self._device) as waits:
             outputs, gradients, why = self._run(self._call.tensors)
         if why or waits():
             return why or "one waits for the GPU"
         if not torch.equal(before, _random_state(self._device)):
             return "one draws random numbers"
+        self._eager = outputs, gradients
+        return ""
+
+    def capture(self, recorder: GraphCapture, stack: TierStack, handles: Sequence[Any], places: _Places | None) -> str:
+        """Record the block, and compare it with its eager run; return why that cannot be believed, "" if it can.
+
+        Call it under `stack.encoding`: no page may move, and no room be given back, while its addresses are captured.
+        """
+        (outputs, gradients), self._eager = self._eager, ([], [])
+        self._places = places
+        if places is None:
+            keys = [key for handle in handles for key in handle.keys]
+            self._recording = Recording(stack, "forward", keys)
+        else:
+            places.ring.run(places.block, "capture", list)  # brings its pages
+            self._recording = Recording(stack, "forward", (), places=places.ring.places(places.block))
         self._outputs = [self._memory.like(("out", at), each) for at, each in enumerate(outputs)]
         self._incoming = [self._memory.like(("dy", at), each) for at, each in enumerate(outputs)]
         self._gradients = [None if each is None else torch.empty_like(each) for each in gradients]
@@ -325,7 +452,7 @@ class _Block:
                 lambda: self._backward_again(captured if next(runs) == _CAPTURE else None), nullcontext
             )
         self._checkpointed = None
-        for handle, begin, middle, forwards in zip(handles, eager, between, counted, strict=True):
+        for handle, begin, middle, forwards in zip(handles, eager, between, self._counted, strict=True):
             once = (middle - begin) // 2  # a warm-up, and the capture
             self._added.append((handle, once, (handle.forwards - middle - once) // 2))
             handle.forwards = forwards
@@ -405,17 +532,26 @@ class _Block:
 
     def holds(self) -> bool:
         """True while the graphs may be replayed."""
-        return not self._memory.gone and self._recording.holds()
+        return not self._memory.gone and self._recording.holds() and not (self._places and self._places.ring.ended)
+
+    def _launch(self, graph: Recorded, kind: str) -> bool:
+        """Replay a graph; False if its pages have moved."""
+        if self._places is None:
+            graph.replay()
+            return True
+        return self._places.ring.run(self._places.block, kind, graph.replay)
 
     def __call__(self, call: _Call) -> Any:
         """The block's results, whose gradients come from the recorded backward."""
         outputs = _Replayed.apply(self, call, *call.tensors, *self.parameters)
         return tree_unflatten(list(outputs), self.form)
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Replay the forward."""
+    def forward(self, call: _Call, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay the forward, or compute it eagerly where pages have moved since the last `holds`."""
         self._load(tensors)
-        self._forward.replay()
+        if not self._launch(self._forward, "forward"):
+            with self._as_called():
+                return tuple(call.run(tensors)[0])
         for handle, forwards, _ in self._added:
             handle.forwards += forwards
         return tuple(each.clone() for each in self._outputs)
@@ -423,18 +559,18 @@ class _Block:
     def backward(self, call: _Call, tensors: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the inputs that want one, then of the parameters: replayed, or eagerly once pages have moved."""
         twice = torch.is_grad_enabled()  # create_graph
-        if twice or not self.holds():
-            inputs = list(tensors) if twice else self._leaves(tensors)
-            with torch.enable_grad(), self._as_called():
-                outputs, _ = call.run(inputs)
-                return _gradients_of(outputs, self._asked(inputs), incoming, create_graph=twice)
-        self._load(tensors)
-        for target, each in zip(self._incoming, incoming, strict=True):
-            target.copy_(each)
-        self._backward.replay()
-        for handle, _, again in self._added:
-            handle.forwards += again
-        return [None if each is None else each.clone() for each in self._gradients]
+        if not twice and self.holds():
+            self._load(tensors)
+            for target, each in zip(self._incoming, incoming, strict=True):
+                target.copy_(each)
+            if self._launch(self._backward, "backward"):
+                for handle, _, again in self._added:
+                    handle.forwards += again
+                return [None if each is None else each.clone() for each in self._gradients]
+        inputs = list(tensors) if twice else self._leaves(tensors)
+        with torch.enable_grad(), self._as_called():
+            outputs, _ = call.run(inputs)
+            return _gradients_of(outputs, self._asked(inputs), incoming, create_graph=twice)
 
     def _load(self, tensors: Sequence[Tensor]) -> None:
         for at, (target, source) in enumerate(zip(self._inputs, tensors, strict=True)):
@@ -455,7 +591,7 @@ class _Replayed(Function):
         leaves = tuple(map(_without_memory, call.leaves))  # autograd holds the inputs, and frees them
         ctx.block, ctx.call, ctx.inputs = block, call._replace(tensors=(), leaves=leaves), len(inputs)
         ctx.save_for_backward(*inputs)
-        return block.forward(inputs)
+        return block.forward(call, inputs)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
