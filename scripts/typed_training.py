@@ -92,7 +92,10 @@ def fp4(options: argparse.Namespace) -> Step:
 
 
 def fp4_streamed(options: argparse.Namespace) -> Step:
-    return adapted(vbrt.wrap(base(options), "fp4", budget="1GiB").materialize())
+    vb = vbrt.wrap(base(options), "fp4", budget="1GiB").materialize()
+    step = adapted(vb)
+    step.streams = vb  # type: ignore[attr-defined]
+    return step
 
 
 def bitsandbytes_nf4(options: argparse.Namespace) -> Step:
@@ -182,29 +185,35 @@ FULL = {
 SIZES = {"lora": (2048, 8192), "full": (16384, 8192)}
 
 
-def apart(vb: Any, ids: Tensor) -> dict:
-    """Seconds of both passes, and of the update by itself; bytes moved, and the link's time for them."""
-    vb.settle()
+def moved_by(vb: Any, run: Callable[[], object]) -> dict:
+    """Seconds of a run, bytes that it moves between tiers, the link's time for them, and what falls back."""
     before = vb.stats().bytes_moved
     waited()
     start = time.perf_counter()
-    with torch.autocast(DEVICE, torch.bfloat16):
-        loss = vb(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
+    run()
     waited()
-    passes = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     moved = {link: nbytes - before.get(link, 0) for link, nbytes in vb.stats().bytes_moved.items()}
+    link_s = moved.get("cpu>gpu", 0) / link_rate()
+    return {"passes_s": seconds, "moved_bytes": moved, "link_s": link_s, "fallbacks": list(vb.stats().fallbacks)}
+
+
+def apart(vb: Any, ids: Tensor) -> dict:
+    """Seconds of both passes, and of the update by itself; bytes moved, and the link's time for them."""
+    vb.settle()
+
+    def both() -> None:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = vb(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+
+    passes = moved_by(vb, both)
     start = time.perf_counter()
     vb.step()
     vb.settle()
     update = time.perf_counter() - start
     vb.zero_grad()
-    return {
-        "passes_s": passes,
-        "update_s": update,
-        "moved_bytes": moved,
-        "link_s": moved.get("cpu>gpu", 0) / link_rate(),
-    }
+    return {**passes, "update_s": update}
 
 
 def row_of(make: Callable[[argparse.Namespace], Step], tokens: list[int], options: argparse.Namespace) -> dict:
@@ -221,6 +230,7 @@ def row_of(make: Callable[[argparse.Namespace], Step], tokens: list[int], option
         one |= {"losses": losses, "tokens_per_s": number / one["seconds"]}
         one |= {"profile": profiled(lambda ids=ids: step(ids))} if options.profile else {}
         one |= apart(step.vb, ids) if hasattr(step, "vb") else {}
+        one |= moved_by(step.streams, lambda ids=ids: step(ids)) if hasattr(step, "streams") else {}
         found[str(number)] = one
     return found
 
