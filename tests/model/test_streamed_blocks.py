@@ -12,7 +12,7 @@ from tests.model.checkpointed import IDS, adapted, same, trained, weights_of
 from vbrt.errors import TierError
 from vbrt.model import runtime
 from vbrt.residency.scheduled import ScheduledPolicy
-from vbrt.tiers import Level, MemoryTier, SsdTier, TierStack
+from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
 from vbrt.tiers.schedule import graph_capture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -170,6 +170,20 @@ def test_a_budget_that_changes_between_forward_and_backward_is_followed(streamed
     assert ring.ended and within_budget(vb)
     others = weights_of(eager)
     assert all(torch.equal(weight.grad, others[name].grad) for name, weight in weights_of(recorded).items())
+
+
+def test_pages_that_come_and_go_are_followed(streamed):
+    (vb, recorded), (_, eager) = streamed(), streamed(records=False)
+    owners = [Owner(vb.stack)]
+    layout = next(iter(vb.stack.pages.values())).layout
+    vb.stack.add("another", layout, "cpu", torch.Tensor.zero_, owners[0])
+
+    def between(step):
+        if step == 4:
+            owners.clear()  # the page is retired at the next access
+
+    assert streamed.trained(recorded, 9, between) == streamed.trained(eager, 9) and same(recorded, eager)
+    assert recorded_of(vb).replays in streamed.replays(2, 3) and not vb.stats().fallbacks and within_budget(vb)
 
 
 @pytest.mark.parametrize("decodes", [True, False])

@@ -199,7 +199,7 @@ class RecordedBlocks:
         if len(known) > _MOST_KNOWN:
             known = self._known[block] = {key: found for key, found in known.items() if isinstance(found, _Block)}
         found = known.get(key, 0)
-        if isinstance(found, int):
+        if isinstance(found, int) and self._rings.hold():
             known[key] = found + 1
             recordings = sum(isinstance(each, _Block) for each in known.values())
             if self._failed or found != _EAGER_CALLS or recordings >= _MOST:  # once refused, it stays eager
@@ -212,7 +212,7 @@ class RecordedBlocks:
             if found is None:
                 return None
             known[key] = found
-        if not found.holds():
+        if isinstance(found, int) or not found.holds():
             self._forget()
             self._known[block] = {key: 1}
             return None
@@ -226,7 +226,7 @@ class RecordedBlocks:
         why = self._refusal(block, handles) or found.run_eagerly(handles)
         if not why:
             self._rings.open(self._live_blocks())  # before any recording: one more page ends recordings
-            why = self._rings.refusal if any(handle.streams for handle in handles) else ""
+            why = self._rings.refusal_of(block)
         if why:
             self._eager(why)
             return None
@@ -288,7 +288,7 @@ class _Rings:
 
     Attributes:
         ring: None without one.
-        refusal: why there is none, for a block whose pages move; "" while there is one.
+        refusal: why there is none although pages of blocks move; "" otherwise.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -315,10 +315,20 @@ class _Rings:
             self.refusal = f"the pages of one move: {error}"
         self._numbers = weakref.WeakKeyDictionary({block: number for number, block in enumerate(blocks)})
 
+    def refusal_of(self, block: nn.Module) -> str:
+        """Return why a block's pages have no places; "" if they have, or need none."""
+        if not any(handle.streams for handle in _handles_of(block)):
+            return ""
+        return self.refusal or ("" if block in self._numbers else "the pages of one move, which is new to the model")
+
     def places(self, block: nn.Module) -> _Places | None:
         """Return the places of a block's pages; None if they are at home on the computing device."""
         streams = any(handle.streams for handle in _handles_of(block))
-        return _Places(self.ring, self._numbers[block]) if streams and self.ring is not None else None
+        return _Places(self.ring, self._numbers[block]) if streams else None
+
+    def hold(self) -> bool:
+        """True unless pages of the ring, or its room, have gone elsewhere."""
+        return self.ring is None or self.ring.holds()
 
     def count(self) -> None:
         """Count a run of a block."""
@@ -532,7 +542,7 @@ class _Block:
 
     def holds(self) -> bool:
         """True while the graphs may be replayed."""
-        return not self._memory.gone and self._recording.holds() and not (self._places and self._places.ring.ended)
+        return not self._memory.gone and self._recording.holds() and (self._places is None or self._places.ring.holds())
 
     def _launch(self, graph: Recorded, kind: str) -> bool:
         """Replay a graph; False if its pages have moved."""

@@ -190,16 +190,20 @@ class BlockRing:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
+    def holds(self) -> bool:
+        """True while no page was added, moved or retired, and the room was not given back."""
+        return not (self.ended or self._stack.closed or self._stack.ledger.changes != self._changes)
+
     def run(self, block: int, kind: Hashable, launch: Callable[[], object]) -> bool:
         """Launch what reads a block's pages at their places, on the current stream, and prefetch the next block's;
-        False, with nothing launched, once the room was given back.
+        False, with nothing launched, once the ring no longer holds.
 
         Args:
             kind: of the run, such as "backward": which block comes next depends on it.
         """
         of = self._blocks[block]
         with self._stack.guard.lock:
-            if self.ended or self._stack.closed or self._stack.ledger.changes != self._changes:
+            if not self.holds():
                 return False
             link = self._link
             if not link.follows():
