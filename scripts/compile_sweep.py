@@ -369,11 +369,10 @@ def _residency(capability: int) -> Iterator[Callable[[], Any]]:
     for experts, tokens in itertools.product((8, 64, 512), (16, 4096)):
         yield partial(pairs.group_pairs, _empty(tokens, 8, dtype=torch.int32), experts, 64)
     for experts, slots, planes in ((64, 16, 1), (128, 100, 2), (512, 256, 1)):
-        room = residency.PoolRoom(slots, 1 << 20, slots, 64)
-        arena = _empty(slots << 20, dtype=torch.uint8)
+        room = residency.PoolRoom(slots, 1 << 20, 64)
         layers = [residency.Experts(experts, 0)]
         sources = [[residency.Source(0, (1 << 20) // planes)] * planes] * experts
-        tables = residency.ResidentTables(layers, [room], arena, sources, one=4096)
+        tables = residency.ResidentTables(layers, [room], _empty(1).device, sources, one=4096)
         for tokens, scan in ((1, False), (64, False), (2048, True)):
             yield partial(tables.decide, 0, _empty(tokens, 8, dtype=torch.int64), scan=scan)
         for tokens in (1, 8):

@@ -12,10 +12,10 @@ def test_the_kernel_that_fetches_loads_16_bytes_a_thread(capability):
     pytest.importorskip("triton")
     from vbrt.kernels.cuda.experts.fetch_triton import fetch_kernel
 
-    types = {"fetch_ptr": "*i64", "arena_ptr": "*i64", "units": "i32"}
+    types = {"fetch_ptr": "*i64", "base_ptr": "*i64", "units": "i32"}
     constants = {"PAGES": 128, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
     done = compiled(
-        fetch_kernel, types, constants, capability, warps=_WARPS, aligned=("fetch_ptr", "arena_ptr"), gluon=False
+        fetch_kernel, types, constants, capability, warps=_WARPS, aligned=("fetch_ptr", "base_ptr"), gluon=False
     )
     wide = _BLOCK // (32 * _WARPS * 2)
     assert done.asm["ptx"].count("ld.global.v2.b64") == done.asm["ptx"].count("st.global.v2.b64") == wide
@@ -49,7 +49,7 @@ def test_the_kernels_that_fetch_from_a_drive_compile_and_load_16_bytes_a_thread(
     types = dict.fromkeys(("fetch_ptr", "rank_ptr", "words_ptr", "state_ptr"), "*i64") | {"first": "i32", "most": "i32"}
     asks = compiled(drive_triton.ask_kernel, types, words, capability, warps=2, aligned=(), gluon=False)
     assert asks.asm["ptx"].count("st.release.sys") == 1
-    pointers = ("fetch_ptr", "rank_ptr", "arena_ptr", "words_ptr", "state_ptr")
+    pointers = ("fetch_ptr", "rank_ptr", "base_ptr", "words_ptr", "state_ptr")
     types = dict.fromkeys(pointers, "*i64") | {"units": "i32", "wait_us": "i32"}
     words = {"ANSWER": 8, "GAVE_UP": 16, "ADDRESSES": 64, "FIRST": first, "PAGES": 256}
     words |= {"BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}

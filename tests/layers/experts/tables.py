@@ -43,8 +43,8 @@ def _resolve(
     PLANES: int,
     **others: Any,
 ) -> None:
-    ids, pages, slots, clock, sources, addresses, fetch, arena, _, shares, _, kept = tensors
-    _, experts, first_page, _, first_slot, _, _, page_bytes, _, _, second_at = numbers
+    ids, pages, slots, clock, sources, addresses, fetch, _, shares, _, kept = tensors
+    _, experts, first_page, _, first_slot, _, _, _, second_at = numbers
     room = int(clock[5])
     named = sorted({e for e in ids.flatten().tolist() if 0 <= e < experts})
     missing, place = [], pages[0]
@@ -70,8 +70,8 @@ def _resolve(
             place[page], slots[0, first_slot + at] = at, page
             for plane in range(PLANES):
                 source, units = sources[2 * plane : 2 * plane + 2, page].tolist()
-                missing.append((source, arena.data_ptr() + at * page_bytes + plane * second_at, units))
-        addresses[e] = arena.data_ptr() + int(place[page]) * page_bytes
+                missing.append((source, int(slots[2, first_slot + at]) + plane * second_at, units))
+        addresses[e] = slots[2, first_slot + int(place[page])]
     fetch[0], stride = len(missing), PLANES * others["EXPERTS"]
     for i, of_page in enumerate(missing):
         for part, number in enumerate(of_page):

@@ -1,6 +1,7 @@
 """Lossless experts of which the device decides, with stand-ins for its kernels: always the plain module's bits."""
 
 import copy
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,10 @@ def unheard(monkeypatch):
         raise AssertionError("the host hears which experts are touched")
 
     return lambda: monkeypatch.setattr(compute, "Heard", refused)
+
+
+def bytes_of(address, nbytes):
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def layer_of(model):
@@ -296,9 +301,8 @@ def test_parts_of_a_prompt_by_the_kernels_are_the_whole(format, monkeypatch):
     add, parts = KernelsProduct.add_passing, []
 
     def on_pages(product, part, pages):
-        memory = cached.cache._arena.memory.view(-1)
-        starts, page = pages.addresses - memory.data_ptr(), pages.layout.nbytes
-        held = [memory[at : at + page] if e in part.experts else None for e, at in enumerate(starts.tolist())]
+        page = pages.layout.nbytes
+        held = [bytes_of(at, page) if e in part.experts else None for e, at in enumerate(pages.addresses.tolist())]
         parts.append(len(part.experts))
         add(product, part, replace(pages, pages=held))
 

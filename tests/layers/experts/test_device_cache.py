@@ -147,6 +147,35 @@ _INTERPRETED = {
         cache._note_needed(1, torch.arange(8), scan=False)
         print(cache.has_ring)
     """,
+    "resized": """
+        residency._PROGRAMS = 1
+        experts = Experts(torch.device("cpu"), (12, 12), (1, 2))
+        cache, choose = experts.cache(8), random.Random(3)
+        tier, changes = experts.stack.levels[0].tier, experts.stack.ledger.changes
+        def lease(most):
+            for turn in range(12):
+                layer, ids = turn % 2, routing(choose, 12, 1, min(3, most))
+                with cache.lease(layer, ids) as addresses:
+                    check(experts, layer, ids, addresses)
+            return [int((cache._tables._slots[1, at : at + 8] != 0).sum()) for at in (0, 8)]
+        print(max(lease(8)), cache.capacity_bytes // PAGE, tier.used_bytes // PAGE)
+        for room in (13, 7, 2, 99):
+            before, found = cache.resident(), counts(cache)
+            cache.resize(room * PAGE)
+            print(cache.slots(0), cache.capacity_bytes // PAGE, tier.used_bytes // PAGE)
+            assert cache.resident() <= before and counts(cache) == found
+            held = [(s.data_ptr(), s.data_ptr() + s.nbytes) for of in cache._segments for s in of.slots if s.nbytes]
+            for addresses in cache._tables._addresses:  # of any expert: kernels may read them
+                assert all(any(begin <= at < end for begin, end in held) for at in addresses.tolist())
+            for part in cache.scan(0, torch.arange(12).view(4, 3)):
+                with cache.lease_part(0, part) as addresses:
+                    check(experts, 0, part.ids, addresses)
+            print(max(lease(cache.slots(0))) <= max(1, cache.slots(0) // 4))
+        cache._note_needed(1, torch.arange(5), scan=False)  # a graph has recorded a lease of five slots
+        print(cache.least_bytes // PAGE)
+        cache.resize(0)
+        print(cache.slots(1), experts.stack.ledger.changes == changes)
+    """,
     "interrupted": """
         experts = Experts(torch.device("cpu"), (6,), (1,))
         with torch.inference_mode():  # as a first pass may be
@@ -197,6 +226,13 @@ def test_a_prompt_passes_by_what_is_resident(printed):
 
 def test_slots_are_lent_to_a_prompt_and_none_that_a_graph_may_need(printed):
     assert printed["passing"][6:] == ["18", "12", "18", "True", "[0,", "4]", "False"]
+
+
+def test_slots_give_way_and_come_back_with_the_right_bytes_and_none_that_a_graph_may_need(printed):
+    found = printed["resized"]
+    assert found[:3] == ["2", "24", "24"]
+    assert found[3:19] == [*"4 12 12 True 2 6 6 True 1 3 3 True 8 24 24 True".split()]
+    assert found[19:] == ["15", "5", "True"]
 
 
 def test_an_interrupted_lease_empties_the_cache_and_no_wrong_byte_is_read(printed):
@@ -299,8 +335,10 @@ def test_ctrl_c_anywhere_leaves_a_cache_that_leases(monkeypatch):
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def bytes_at(memory, address, nbytes):
-    """What lies in the arena."""
+def bytes_at(cache, address, nbytes):
+    """What lies in the slots."""
+    memories = (segment.arena.memory for segment in cache._segments)
+    memory = next(memory for memory in memories if 0 <= address - memory.data_ptr() < len(memory))
     start = address - memory.data_ptr()
     return memory[start : start + nbytes].cpu()
 
@@ -329,7 +367,7 @@ def test_the_right_bytes_arrive_without_a_synchronization_and_counts_are_those_o
             at = int(found[int(key.rpartition(".")[2])])
             of_key = [experts.content[each] for each in (key, key.replace("coarse", "fine"))[: 1 + bool(fine)]]
             here = torch.cat(of_key)
-            assert torch.equal(bytes_at(cache._arena.memory, at, len(here)), here), (turn, key)
+            assert torch.equal(bytes_at(cache, at, len(here)), here), (turn, key)
     policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=scope, layers=largest)
     want, resident = simulated(policy, trace, experts.sizes)
     assert (counts(cache), {key for key in cache.resident() if "coarse" in key}) == (want, resident)
@@ -357,7 +395,7 @@ def test_a_graph_replays_with_other_ids_and_counts():
             trace.append(experts.keys(layer, ids[layer]))
             for key in trace[-1]:
                 at = int(found[layer, int(key.rpartition(".")[2])])
-                assert torch.equal(bytes_at(cache._arena.memory, at, 3 * PAGE), experts.content[key])
+                assert torch.equal(bytes_at(cache, at, 3 * PAGE), experts.content[key])
 
     run(step)
     graph = torch.cuda.CUDAGraph()
@@ -375,6 +413,45 @@ def test_a_graph_replays_with_other_ids_and_counts():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_a_graph_goes_on_while_slots_give_way_and_come_back(scope):
+    choose, device, pages = random.Random(2), torch.device("cuda", 0), 512
+    experts = Experts(device, (32, 32), (pages, pages))
+    cache = experts.cache(16, scope=scope)
+    static = torch.zeros(2, 1, 4, dtype=torch.int64, device=device)
+    found = torch.zeros(2, 32, dtype=torch.int64, device=device)
+
+    def step():
+        for layer in range(2):
+            with cache.lease(layer, static[layer]) as addresses:
+                found[layer].copy_(addresses)
+
+    def run(replay):
+        ids = torch.stack([routing(choose, 32, 1, 4) for _ in range(2)])
+        static.copy_(ids)
+        replay()
+        for layer in range(2):
+            for key in experts.keys(layer, ids[layer]):
+                at = int(found[layer, int(key.rpartition(".")[2])])
+                assert torch.equal(bytes_at(cache, at, pages * PAGE), experts.content[key])
+
+    run(step)
+    graph, slot = torch.cuda.CUDAGraph(), pages * PAGE
+    with torch.cuda.graph(graph):
+        step()
+    for rows in (16, 9, 4, 12, 0, 16):
+        before, had = torch.cuda.memory_allocated(), cache.capacity_bytes
+        cache.resize(2 * rows * slot)
+        assert cache.capacity_bytes == 2 * max(rows, 4 if scope == "layer" else 2) * slot
+        assert abs(torch.cuda.memory_allocated() - before - cache.capacity_bytes + had) <= 1 << 16
+        for _ in range(30):
+            run(graph.replay)
+    hits = [hits for hits, _ in counts(cache).values()]
+    assert sum(hits) > 100
+    experts.stack.close()
+
+
+@pytest.mark.gpu
 def test_a_lease_on_another_stream_waits_for_the_readers_of_the_one_before():
     device = torch.device("cuda", 0)
     experts = Experts(device, (16,), (64,))
@@ -384,7 +461,7 @@ def test_a_lease_on_another_stream_waits_for_the_readers_of_the_one_before():
         stream = side if turn % 2 else torch.cuda.current_stream()
         with torch.cuda.stream(stream), cache.lease(0, torch.tensor([[turn % 16]], device=device)):
             torch.cuda._sleep(2_000_000)
-            copies.append(cache._arena.memory.clone())
+            copies.append(cache._segments[0].arena.memory.clone())
     torch.cuda.synchronize()
     for turn, copied in enumerate(copies):
         assert torch.equal(copied.cpu(), experts.content[f"layer0.experts#coarse.{turn % 16}"]), turn

@@ -142,7 +142,7 @@ def test_a_cache_that_ends_frees_its_memory_at_once(cached):
     outputs(vb, TRACE, tokens=8)
     caches = vb._attachment.expert_cache
     assert caches._cache.has_ring
-    memory = weakref.ref(caches._cache._arena.memory.untyped_storage())
+    memory = weakref.ref(caches._cache._segments[0].arena.memory.untyped_storage())
     gc.disable()
     try:
         caches.reset()

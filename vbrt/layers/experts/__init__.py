@@ -35,10 +35,11 @@ takes them in order, in chunks, and announces them, so that pages are prefetched
 for a habit. With fewer ids one lease takes the touched experts.
 
 **The GPU decides** where pages live in page-locked memory, or on a drive below it, and the policy is `experts`. Once
-all experts are encoded `vbrt.model.expert_cache` makes one `DeviceCache` for the model: its arena is one page of the
-computing tier, reserved at once from its budget. Leases follow each other; replays of a graph must run on the same
-stream, or be ordered. Scans take half of the slots at most. A new budget or new weights end the cache, and the next
-forward makes another. Everything else (implementations that loop over experts, a CPU) goes the host's way with the same
+all experts are encoded `vbrt.model.expert_cache` makes one `DeviceCache` for the model: its slots lie in a few pages of
+the computing tier, reserved at once from its budget. Leases follow each other; replays of a graph must run on the same
+stream, or be ordered. Scans take half of the slots at most. A lower budget takes the last pages away, and one up to the
+first budget brings them back, below graphs that go on; any other, and new weights, end the cache, and the next forward
+makes another. Everything else (implementations that loop over experts, a CPU) goes the host's way with the same
 bits; so do gradients, and lossless experts that were cast or given another implementation since. `stats()` says who
 decides and why.
 

@@ -4,10 +4,13 @@
     with cache.lease(layer, ids_Tk) as addresses:      # int64 [E]: where the kernels find each routed expert
         y = op(x, ids_Tk, ..., addresses)
 
-The pages live in pinned host memory, or some of them on a drive (`drive_pages.py`). An `Arena` is the cache's share of
-the computing tier's budget, cut into equal slots; tables on the device map pages to slots
-(`vbrt.kernels.cuda.experts.residency`). Eviction follows the policy `experts`: counts equal those of `vbrt.simulate`
-for the same routing.
+The pages live in pinned host memory, or some of them on a drive (`drive_pages.py`). The cache's share of the computing
+tier's budget is cut into equal slots; tables on the device map pages to slots (`vbrt.kernels.cuda.experts.residency`).
+Eviction follows the policy `experts`: counts equal those of `vbrt.simulate` for the same routing.
+
+**Segments.** Slots lie in a few `Arena`s (`residency/slot_segments.py`). Kernels read from tables where each slot lies
+and how many there are, so that `resize` frees the last segments, whose pages are not resident any more, or allocates
+them again, and captured graphs go on.
 
 **Order.** Slots are overwritten in stream order, so leases are serialized: a second thread waits until the first one
 has left its `with`, and a lease on another stream waits, on the device, for the stream of the previous lease. Captured
@@ -43,6 +46,7 @@ from vbrt.layers.experts.prompt_ring import PromptRing, chunks, ring_room
 from vbrt.residency.expert_pool import HALF, ONE, WINDOW_PART
 from vbrt.residency.expert_room import ExpertRoom
 from vbrt.residency.host_slots import slots_wanted
+from vbrt.residency.slot_segments import SEGMENTS, SlotSegments
 from vbrt.tiers import Page, TierStack
 from vbrt.tiers.stack.device_arena import Arena
 from vbrt.tiers.stack.staged_pages import StagedPages, on_drive
@@ -120,12 +124,14 @@ class DeviceCache:
         fine: the keys of the fine pages of layers whose experts have two planes: a slot has both, one behind the other.
         spare_bytes: of host memory, left for pages from a drive that other layers' passes need.
         wait_s: the device waits so long for pages from a drive.
+        resizes: False where kernels take all slots of a layer as one tensor: they lie in one segment then.
 
     Attributes:
         layers: their names; `lease` takes the number of one.
         keys, fine, scope: as given.
-        recorded: True once a CUDA graph has captured slot addresses; cleared when all such graphs are dropped.
-        capacity_bytes: of the arena.
+        recorded: True once a CUDA graph has captured leases; cleared when all such graphs are dropped.
+        capacity_bytes: of all slots now.
+        most_bytes: of all slots that there may be.
         slot_bytes: of a slot that takes any expert of a layer, by layer.
         drive: pages on a drive; None if all are in host memory.
 
@@ -145,6 +151,7 @@ class DeviceCache:
         fine: Mapping[str, Sequence[str]] | None = None,
         spare_bytes: int = 0,
         wait_s: float = 10.0,
+        resizes: bool = True,
     ) -> None:
         self._stack, self.keys, self.scope = stack, {name: tuple(keys) for name, keys in layers.items()}, scope
         self.fine = {name: tuple(keys) for name, keys in (fine or {}).items()}
@@ -153,10 +160,10 @@ class DeviceCache:
         self._stream: torch.Stream | None = None
         self.recorded = self._deciding = self._leased = self._lending = False
         self.slot_bytes = {name: self._bytes_of_slot(name) for name in self.keys}
-        self._arena: Arena | None = None
+        self._segments: list[_Segment] = []  # none once it is closed
         self.drive: DrivePages | None = None
         self._passes, self._demand = 0, _Demand()
-        self._reserve(capacity_bytes, spare_bytes, wait_s)
+        self._reserve(capacity_bytes, spare_bytes, wait_s, SEGMENTS if resizes else 1)
 
     def __deepcopy__(self, memo: dict) -> "DeviceCache":
         return self  # copies of a model share the pages
@@ -165,36 +172,116 @@ class DeviceCache:
         raise TierError("a device cache cannot be pickled; make another one for the layers that were unpickled")
 
     @torch.inference_mode(False)  # tables of a pass in inference mode are written by passes outside of it
-    def _reserve(self, capacity_bytes: int, spare_bytes: int, wait_s: float) -> None:
-        """Make the arena, its tables, and what reads pages on a drive."""
+    def _reserve(self, capacity_bytes: int, spare_bytes: int, wait_s: float, segments: int) -> None:
+        """Allocate the slots, and make the tables and what reads pages on a drive."""
         stack, experts = self._stack, self._experts()
         layers, pools = self._rooms(capacity_bytes)
-        nbytes, name = sum(pool.slots * pool.page_bytes for pool in pools), f"{experts[0][0]}#cache"
+        self._name, self._pools = f"{experts[0][0]}#cache", pools
+        self._division = SlotSegments(*zip(*((pool.slots, pool.page_bytes) for pool in pools), strict=True), segments)
+        self.most_bytes = self._division.nbytes[-1]
         keys = [key for keys in experts for key in keys]
         far = [key for key in keys if on_drive(stack, key)]
         near = keys if not far else [key for key in keys if not on_drive(stack, key)]
-        arena = Arena(stack, name, near, nbytes)
         try:
+            self._segments += [self._segment(0, near)]
+            while len(self._segments) < len(self._division.ends):
+                self._segments += [self._segment(len(self._segments))]
             if far:
                 planes = max(map(len, experts))
                 least, most = slots_wanted(len(far), planes)
-                staged = StagedPages(stack, far, f"{name}-host", spare_bytes=spare_bytes, least=least, most=most)
+                staged = StagedPages(stack, far, f"{self._name}-host", spare_bytes=spare_bytes, least=least, most=most)
                 self.drive = DrivePages(staged, planes, wait_s, stack.device)
-            places = dict(zip(near, arena.addresses, strict=True)) | {key: -1 - n for n, key in enumerate(far)}
+            addresses = self._segments[0].arena.addresses
+            places = dict(zip(near, addresses, strict=True)) | {key: -1 - n for n, key in enumerate(far)}
             sizes = stack.pages
             sources = [[Source(places[key], sizes[key].nbytes) for key in keys] for keys in experts]
             mail = None if self.drive is None else self.drive.mail
-            tables = ResidentTables(layers, pools, arena.memory, sources, one=ONE, mail=mail)
+            self._tables = ResidentTables(layers, pools, stack.device, sources, one=ONE, mail=mail)
+            for number in range(len(self._segments)):
+                self._place(number)
+            self._use_segments()
         except BaseException:
-            self._end(arena)
+            self._end()
             raise
-        if accelerator.is_device(arena.memory):
-            self._stream = accelerator.current_stream(arena.memory.device)
+        if accelerator.has_streams(stack.device):
+            self._stream = accelerator.current_stream(stack.device)
         self._far = {key: number for number, key in enumerate(far)}
         self._far_experts = [e for e, keys in enumerate(experts) for key in keys if key in self._far]
-        self._arena, self._tables, self.capacity_bytes = arena, tables, nbytes
         self._needed = [1] * len(pools)
         self._forget_ring()
+
+    # -- segments -----------------------------------------------------------------------------------------------------
+
+    def _segment(self, number: int, sources: Sequence[str] = ()) -> "_Segment":
+        """Allocate a segment; the first one, which has the sources, stays while the cache lives. Raises TierError."""
+        division = self._division
+        name = self._name if not number else f"{self._name}-{number}"
+        arena = Arena(self._stack, name, sources, division.own_bytes(number), movable=number > 0)
+        counts = [end - begin for begin, end in zip(division.begin(number), division.ends[number], strict=True)]
+        parts = arena.memory.split([n * pool.page_bytes for n, pool in zip(counts, self._pools, strict=True)])
+        shapes = [(n, pool.page_bytes) for n, pool in zip(counts, self._pools, strict=True)]
+        return _Segment(arena, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+
+    def _place(self, number: int) -> None:
+        """Tell the device where the slots of a segment lie."""
+        for pool, slots in enumerate(self._segments[number].slots):
+            start, nbytes = slots.data_ptr(), self._pools[pool].page_bytes
+            addresses = [start + slot * nbytes for slot in range(len(slots))]
+            self._tables.place(pool, self._division.begin(number)[pool], addresses)
+
+    def _use_segments(self, count: int | None = None) -> None:
+        """Have the device use the slots of the first segments, of all by default."""
+        slots = self._division.ends[(count or len(self._segments)) - 1]
+        self._tables.resize(slots, [max(1, n // WINDOW_PART) for n in slots])
+        self.capacity_bytes = self._division.nbytes[(count or len(self._segments)) - 1]
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the fewest segments that captured graphs may need."""
+        return self._division.nbytes[self._division.least(self._needed) - 1]
+
+    @property
+    def all_have_slots(self) -> bool:
+        """True if the cache may have a slot for every expert."""
+        return sum(pool.slots for pool in self._pools) == sum(map(len, self.keys.values()))
+
+    @torch.inference_mode(False)  # as in `_reserve`
+    def resize(self, room_bytes: int) -> None:
+        """Use the segments that fit into a room, `least_bytes` at least; captured graphs follow.
+
+        Memory is given back after the kernels that read it: this waits for the device then. Pages in it are not
+        resident any more.
+
+        Raises:
+            TierError: the budget has no room for a segment; those before it are in use.
+        """
+        with self._lock:
+            self._check_open(0)
+            division = self._division
+            count = max(division.within(room_bytes), division.least(self._needed))
+            if count == len(self._segments) and self._tables.slots == list(division.ends[count - 1]):
+                return
+            capturing = self._stream is not None and accelerator.is_current_stream_capturing()
+            if self._leased or capturing:
+                raise TierError(
+                    f"{self.layers[0]}: a lease of its cache is under way, or a capture; resize it after that"
+                )
+            if self._stream is not None:
+                self._follow_stream(self._stack.device)
+            self._settle(lend=False)
+            self._forget_ring()
+            if count < len(self._segments):
+                self._use_segments(count)
+                self._wait()  # replays that are launched from here on use the other segments only
+                while len(self._segments) > count:
+                    self._segments.pop().arena.close()
+                return
+            try:
+                while len(self._segments) < count:
+                    self._segments += [self._segment(len(self._segments))]
+                    self._place(len(self._segments) - 1)
+            finally:
+                self._use_segments()
 
     def _planes(self, name: str, expert: int) -> tuple[str, ...]:
         """Return the keys of an expert's pages."""
@@ -248,16 +335,17 @@ class DeviceCache:
         """Return how many slots each pool lends to a prompt's ring, none that a recorded graph may need."""
         if self._lends is None:
             tables, largest = self._tables, max(self.slot_bytes.values())
-            pools, sharing = tables.pools, Counter(layer.pool for layer in tables.layers)
-            own = [pool.slots if pool.page_bytes == largest else 0 for pool in pools]  # they take any page
-            missing = max(layer.count - pools[layer.pool].slots // sharing[layer.pool] for layer in tables.layers)
+            slots_of, sharing = tables.slots, Counter(layer.pool for layer in tables.layers)
+            whole = (pool.page_bytes == largest for pool in tables.pools)  # they take any page
+            own = [slots * takes for slots, takes in zip(slots_of, whole, strict=True)]
+            missing = max(layer.count - slots_of[layer.pool] // sharing[layer.pool] for layer in tables.layers)
             segments, pages = ring_room(max(0, missing), largest, sum(own) * largest)
             self._lends, left = [], segments * pages
             for number, slots in enumerate(own):
                 part = -(-left * slots // max(1, sum(own[number:])))
                 self._lends.append(max(0, min(part, slots // 2, slots - self._needed[number])))
                 left -= self._lends[-1]
-            self._segments = min(segments, sum(self._lends))
+            self._ring_segments = min(segments, sum(self._lends))
         return self._lends
 
     def _settle(self, *, lend: bool) -> None:
@@ -272,23 +360,28 @@ class DeviceCache:
         self._deciding = True
         if self._lending and not lend:
             self._ring.stop()
-        tables.limit([pool.slots - part for pool, part in zip(tables.pools, lent, strict=True)])
+        tables.limit([slots - part for slots, part in zip(tables.slots, lent, strict=True)])
         self._lending, self._deciding = lend, False
         if lend and self._ring is None:
-            slots = [slot for n, part in enumerate(lent) for slot in tables.memory(n)[tables.pools[n].slots - part :]]
-            segments = chunks(slots, len(slots) // self._segments)[: self._segments]
+            slots = [slot for n, part in enumerate(lent) for slot in self._last_slots(n, part)]
+            segments = chunks(slots, len(slots) // self._ring_segments)[: self._ring_segments]
             self._ring = PromptRing(segments, self._source, self.drive)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def slots(self, layer: int) -> int:
-        """Return how many slots the layer's pool has."""
-        tables = self._tables
-        return tables.pools[tables.layers[layer].pool].slots
+        """Return how many slots the layer's pool has now."""
+        return self._tables.slots[self._tables.layers[layer].pool]
 
     def memory(self, layer: int) -> Tensor:
-        """Return the slots of the layer's pool, uint8 [slots, bytes of a page]; leases map experts to them."""
-        return self._tables.memory(self._tables.layers[layer].pool)
+        """Return the slots of the layer's pool, to which leases map experts, as one tensor, uint8 [slots, bytes of a
+        page]; of a cache that does not resize."""
+        (segment,) = self._segments
+        return segment.slots[self._tables.layers[layer].pool]
+
+    def _last_slots(self, pool: int, count: int) -> list[Tensor]:
+        slots = [slot for segment in self._segments for slot in segment.slots[pool]]
+        return slots[len(slots) - count :]
 
     def fits(self, layer: int, ids_Tk: Tensor) -> bool:
         """True if one lease serves any ids of this count; otherwise `scan` them."""
@@ -496,9 +589,9 @@ class DeviceCache:
         self._stream = stream
 
     def _check_open(self, layer: int) -> None:
-        if self._arena is None:
+        if not self._segments:
             raise TierError(f"{self.layers[layer]}: its device cache was closed")
-        self._arena.check_open()
+        self._segments[0].arena.check_open()
 
     # -- pages on a drive ---------------------------------------------------------------------------------------------
 
@@ -589,22 +682,33 @@ class DeviceCache:
             )
 
     def close(self) -> None:
-        """Free the arena, and let the pages move again. Idempotent."""
+        """Free the slots, and let the pages move again. Idempotent."""
         with self._lock:
-            arena = self._arena
-            if arena is not None:
+            if self._segments:
                 if self._ring is not None:
                     self._ring.stop()
-                    self._ring = None  # it refers to this cache: the arena's memory would wait for the collector
-                self._end(arena)
-                self._arena = None
+                    self._ring = None  # it refers to this cache: the slots' memory would wait for the collector
+                self._end()
 
-    def _end(self, arena: Arena) -> None:
-        """End what reads pages, once the device asks for none, and free the arena."""
+    def _end(self) -> None:
+        """End what reads pages, once the device asks for none, and free the slots."""
         if self.drive is not None:
             self._wait()
             self.drive.close()
-        arena.close()
+        while self._segments:
+            self._segments.pop().arena.close()
+
+
+class _Segment(NamedTuple):
+    """Slots that are allocated together.
+
+    Attributes:
+        arena: their memory.
+        slots: of each pool, uint8 [slots, bytes of a page].
+    """
+
+    arena: Arena
+    slots: Sequence[Tensor]
 
 
 class _Demand:
@@ -703,4 +807,4 @@ def _pool(name: str, share: int, page_bytes: int, pages: int, layers: int) -> Po
     slots = min(share // page_bytes, pages)
     if slots < 1:
         raise TierError(f"{name}: {share} bytes of a device cache have no room for a page of {page_bytes} bytes")
-    return PoolRoom(slots, page_bytes, max(1, share // page_bytes // WINDOW_PART), HALF * layers)
+    return PoolRoom(slots, page_bytes, HALF * layers)

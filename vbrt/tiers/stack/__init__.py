@@ -30,6 +30,8 @@ would copy without asking: there are none in such a stack.
 
 **Put pages** (`device_arena.py`): kernels read an arena and its sources by address, so no budget and no rehoming moves
 them while the arena's owner holds its claim. They do not count as travellers, so layers beside them may be captured.
+Arenas whose addresses kernels read from a table are *unseen*: they come and go without a change of the stack's version,
+so that captures stay valid.
 
 **Loans** (`ledger.loans`): room of the computing tier that a schedule fills itself, one page with its home there. It is
 asked back before any page gets a home or a tier another budget, so nothing that decides about homes knows of loans.

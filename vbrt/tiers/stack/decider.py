@@ -93,7 +93,7 @@ class Decider:
         self._passes.retire(page)
         del self._pages[page.key]  # no call in between
         self._ledger.travellers -= page.home > 0
-        self._ledger.changes += 1
+        self._ledger.changes += not page.unseen
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ An arena is one page of the computing tier: reserved from its budget as a whole,
 are pages in pinned host memory, which kernels read by address (zero-copy). Both are *put*: neither a budget change nor
 rehoming moves them while the arena lives, so a CUDA graph may capture their addresses; the host can still lease the
 sources as usual. The arena ends with `close`, or when it is collected, after the kernels that read from it.
+
+A *movable* arena is one whose address kernels read from a table: it comes and goes without ending captures.
 """
 
 from collections.abc import Sequence
@@ -42,8 +44,13 @@ class Arena:
         addresses: of the sources, in host memory, as kernels read them.
     """
 
-    def __init__(self, stack: PageStack, key: str, sources: Sequence[str], nbytes: int) -> None:
+    def __init__(
+        self, stack: PageStack, key: str, sources: Sequence[str], nbytes: int, *, movable: bool = False
+    ) -> None:
         """Reserve `nbytes`, at least one page's, under the name `key`.
+
+        Args:
+            movable: no CUDA graph has its address, nor those of `sources`.
 
         Raises:
             TierError: a source is not in pinned host memory, the budget has no room, or the stack is closed.
@@ -57,7 +64,7 @@ class Arena:
                 raise TierError(reason)
             self._owner = owner = stack.share(sources)
             layout = build_layout("dense", "arena", [("arena", "uint8", (nbytes,))])
-            page = stack.add(key, layout, stack.names[0], torch.Tensor.zero_, owner)
+            page = stack.add(key, layout, stack.names[0], torch.Tensor.zero_, owner, unseen=movable)
             page.passes = False
             self.memory = stack.levels[0].slots[key].view
             self.addresses = [self._put(stack.pages[source]) for source in sources]

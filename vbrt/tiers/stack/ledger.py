@@ -66,7 +66,7 @@ class Ledger:
         copying: the levels that cache copies.
         pages: stored pages, by key.
         travellers: number of pages that move: home below the top tier, and not put.
-        changes: version number; grows when a page is added, rehomed or retired.
+        changes: version number; grows when a page is added, rehomed or retired, but for unseen ones.
         retired: claims of owners that were retired or collected; pages lose them at the next access.
         lost: leases that were collected before they were released.
         rewrites: True if pages are rewritten in their homes: leases are decided one by one, and pages stay at home.

@@ -53,12 +53,12 @@ class Census:
 
     Attributes:
         changes: of the ledger, when the snapshot was taken.
-        home_pages: number of pages by home.
+        home_pages: number of pages by home, without unseen ones.
         counted: tallies, and pages without one: their hits add up to the hits of all pages.
     """
 
     def __init__(self, pages: Mapping[str, Page], changes: int) -> None:
-        every = list(pages.values())
+        every = [page for page in pages.values() if not page.unseen]
         self.changes, self._pages = changes, pages
         self.home_pages = Counter(page.home for page in every)
         tallies = dict.fromkeys(page.tally for page in every if page.tally is not None)

@@ -114,7 +114,7 @@ class Homes:
         ledger.travellers += (home > 0) - (known and page.home > 0)
         page.home, page.bytes_moved = home, moved
         ledger.pages[page.key] = page
-        ledger.changes += 1  # last: invalidates lookups cached under an earlier number
+        ledger.changes += not page.unseen  # last: invalidates lookups cached under an earlier number
 
     def _evict_old_home(self, page: Page) -> None:
         """Evict the page from its old home, with the queued copies that would have read from there."""

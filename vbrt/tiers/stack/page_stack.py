@@ -116,19 +116,29 @@ class PageStack:
         *,
         local: bool = False,
         frozen: bool = False,
+        unseen: bool = False,
     ) -> Page:
         """Store a new page in its home; `write` fills the uint8 tensor that it is given with the page's bytes.
 
         Args:
             local: True for a page that the host uses in place: it is never copied to other tiers nor pinned.
             frozen: True for a page that is not written again: `tiers.cpu.path` shares it with other processes.
+            unseen: True for memory that no lease reads and no capture has the address of: adding and retiring it is no
+                change of the stack.
 
         Raises:
             TierError: no room within the budget, the ssd cannot be written, the key is taken, or the stack is closed;
                 the page leaves no trace.
         """
         page = Page(
-            key, layout, self.names.index(home), passes=not local, pinned=not local, frozen=frozen, tally=owner.tally
+            key,
+            layout,
+            self.names.index(home),
+            passes=not local,
+            pinned=not local,
+            frozen=frozen,
+            unseen=unseen,
+            tally=owner.tally,
         )
         return self._homes.add(page, write, owner)
 

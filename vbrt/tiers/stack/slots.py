@@ -50,6 +50,7 @@ class Page:
         put: claim of an owner whose kernels read the page in place: it is not rehomed while the claim holds.
         pinned: True if its host memory is pinned, in a tier that pins.
         frozen: True if its bytes stay as they are once written, so that processes may share them.
+        unseen: True if no lease reads it and no capture has its address: it does not count in `Ledger.changes`.
         due: tokens of expected rewrites; while there are any, no lease and no copy of the page begins.
         borrowers: of open leases of the page, in stacks with rewrites.
         readers: slots that are being filled from the page.
@@ -66,6 +67,7 @@ class Page:
     put: "Claim | None" = None
     pinned: bool = True
     frozen: bool = False
+    unseen: bool = False
     refreshed: "list[Slot]" = field(default_factory=list)
     due: "set[object]" = field(default_factory=set)
     writer: int = 0

@@ -46,11 +46,11 @@ class DriveMail:
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         self._ranks, self._state = zeros(table), zeros(3)
 
-    def fetch(self, table: Tensor, arena: Tensor, units: int, *, pages: int, missing: int) -> None:
+    def fetch(self, table: Tensor, base: Tensor, units: int, *, pages: int, missing: int) -> None:
         """Copy the pages of a fetch table, from host memory and from the drive.
 
         Args:
-            table, arena, units, pages: as of `fetch_kernel`; sources below 0 are -1 - number of a page on the drive.
+            table, base, units, pages: as of `fetch_kernel`; sources below 0 are -1 - number of a page on the drive.
             missing: pages in the table, at most.
         """
         device = table.device.index
@@ -60,7 +60,7 @@ class DriveMail:
                 warps=max(1, min(8, pages // _ASKING_LANES)), POST=POST, COUNT=COUNT, LIST=LIST, PAGES=pages,
             )  # fmt: skip
             _launch("bring")(
-                device, (_PROGRAMS, 1), (table, self._ranks, arena, self._words, self._state), (units, self.wait_us),
+                device, (_PROGRAMS, 1), (table, self._ranks, base, self._words, self._state), (units, self.wait_us),
                 warps=_WARPS, ANSWER=ANSWER, GAVE_UP=GAVE_UP, ADDRESSES=LIST + self.pages, FIRST=first == 0,
                 PAGES=pages, BLOCK=_BLOCK, PROGRAMS=_PROGRAMS,
             )  # fmt: skip

@@ -41,19 +41,19 @@ def ask_kernel(
 
 
 @triton.jit
-def _copy(arena_ptr, source, target, units, at, words):
+def _copy(base_ptr, source, target, units, at, words):
     """Copy a block of a page, or all ones where it did not come."""
     # through a pointer that the compiler knows to be aligned: then it loads 16 bytes per thread
-    arena = arena_ptr.to(tl.int64)
-    source = tl.multiple_of((source - arena) // 8, 512)
-    target = tl.multiple_of((target - arena) // 8, 512)
-    word = tl.load(arena_ptr + (source + at), mask=at < words, other=-1)
-    tl.store(arena_ptr + (target + at), word, mask=at < units * 512)
+    origin = base_ptr.to(tl.int64)
+    source = tl.multiple_of((source - origin) // 8, 512)
+    target = tl.multiple_of((target - origin) // 8, 512)
+    word = tl.load(base_ptr + (source + at), mask=at < words, other=-1)
+    tl.store(base_ptr + (target + at), word, mask=at < units * 512)
 
 
 @triton.jit(do_not_specialize=["units", "wait_us"])
 def bring_kernel(
-    fetch_ptr, rank_ptr, arena_ptr, words_ptr, state_ptr, units, wait_us,
+    fetch_ptr, rank_ptr, base_ptr, words_ptr, state_ptr, units, wait_us,
     ANSWER: tl.constexpr, GAVE_UP: tl.constexpr, ADDRESSES: tl.constexpr, FIRST: tl.constexpr, PAGES: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def bring_kernel(
             own = tl.load(entry_ptr + 2 * PAGES).to(tl.int32)
             if source >= 0:
                 at = item % blocks * BLOCK + tl.arange(0, BLOCK)
-                _copy(arena_ptr, source, tl.load(entry_ptr + PAGES), own, at, own * 512)
+                _copy(base_ptr, source, tl.load(entry_ptr + PAGES), own, at, own * 512)
     if tl.load(state_ptr + 2) > 0:
         number = tl.load(state_ptr)
         broken = tl.load(state_ptr + 1)
@@ -84,6 +84,6 @@ def bring_kernel(
                 source = tl.load(words_ptr + ADDRESSES + rank)
                 own = tl.load(entry_ptr + 2 * PAGES).to(tl.int32)
                 at = item % blocks * BLOCK + tl.arange(0, BLOCK)
-                _copy(arena_ptr, source, tl.load(entry_ptr + PAGES), own, at, tl.where(came, own * 512, 0))
+                _copy(base_ptr, source, tl.load(entry_ptr + PAGES), own, at, tl.where(came, own * 512, 0))
         if came == 0:
             give_up(words_ptr, state_ptr, number, broken, GAVE_UP)

@@ -10,21 +10,22 @@ __all__ = ["fetch_kernel"]
 
 
 @triton.jit(do_not_specialize=["units"])
-def fetch_kernel(fetch_ptr, arena_ptr, units, PAGES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+def fetch_kernel(fetch_ptr, base_ptr, units, PAGES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
     """Copy the pages listed in fetch_ptr, of up to 4096 * `units` bytes each; grid (PROGRAMS,).
 
     fetch_ptr int64 [1 + 3 PAGES]: count, source addresses, target addresses, sizes in 4096 bytes. Pages are 4 KiB
-    aligned. Programs take blocks round-robin, so that even one page uses the whole link.
+    aligned. base_ptr: any aligned int64 memory, from which addresses count. Programs take blocks round-robin, so that
+    even one page uses the whole link.
     """
     blocks = tl.cdiv(units * 512, BLOCK)
     count = tl.load(fetch_ptr).to(tl.int32) * blocks
-    arena = arena_ptr.to(tl.int64)
+    origin = base_ptr.to(tl.int64)
     for item in range(tl.program_id(0), count, PROGRAMS):
         entry_ptr = fetch_ptr + 1 + item // blocks
         # through a pointer that the compiler knows to be aligned: then it loads 16 bytes per thread
-        source = tl.multiple_of((tl.load(entry_ptr) - arena) // 8, 512)
-        target = tl.multiple_of((tl.load(entry_ptr + PAGES) - arena) // 8, 512)
+        source = tl.multiple_of((tl.load(entry_ptr) - origin) // 8, 512)
+        target = tl.multiple_of((tl.load(entry_ptr + PAGES) - origin) // 8, 512)
         words = tl.load(entry_ptr + 2 * PAGES).to(tl.int32) * 512
         at = item % blocks * BLOCK + tl.arange(0, BLOCK)
-        word = tl.load(arena_ptr + (source + at), mask=at < words)
-        tl.store(arena_ptr + (target + at), word, mask=at < words)
+        word = tl.load(base_ptr + (source + at), mask=at < words)
+        tl.store(base_ptr + (target + at), word, mask=at < words)

@@ -7,7 +7,8 @@ A *pool* is an array of slots shared by one or several layers. `ResidentTables.d
 rule of `vbrt.residency.expert_pool` and fetches missing pages, except those whose experts the host computes
 (`Shares`); the returned addresses locate each leased expert. All
 leases and all kernels that read slots are in one stream, so a slot is overwritten only after its readers. Both launches
-can be captured in a CUDA graph: the tables are static.
+can be captured in a CUDA graph: the tables are static, and have the slots' addresses and their number, so that slots
+may come and go (`place`, `resize`) without another capture.
 """
 
 import functools
@@ -29,7 +30,8 @@ __all__ = ["NEEDS", "Experts", "Heard", "PoolRoom", "ResidentTables", "Shares", 
 
 NEEDS = devices.TRITON
 _PAGE_ROWS, _HITS = 7, 4  # see resolve_triton
-_CLOCKS, _USED, _LIMIT = (0, 0, 0, -1, 1, 0, 0, 0), 2, 5  # whole rows of 64 bytes
+_CLOCKS, _USED, _LIMIT, _WINDOW = (0, 0, 0, -1, 1, 0, 0, 0), 2, 5, 6  # whole rows of 64 bytes
+_WHERE = 2  # row of the slots' addresses
 _ROUTED = 8
 _IDS = 1024  # routed ids processed together
 _LANES = 256  # table entries per warp of the deciding program
@@ -41,15 +43,13 @@ class PoolRoom:
     """Slots of a pool.
 
     Attributes:
-        slots: their number.
+        slots: their number, at most.
         page_bytes: per slot, a multiple of 4096; for all pages of an expert.
-        window: maximum newcomers among the resident pages.
         epoch: leases after which scores are halved.
     """
 
     slots: int
     page_bytes: int
-    window: int
     epoch: int
 
 
@@ -99,23 +99,26 @@ class Heard(NamedTuple):
 
 
 class ResidentTables:
-    """Residency tables of some layers.
+    """Residency tables of some layers. They begin without slots: `place` some, and `resize`.
 
     Args:
         layers, pools: pages are numbered by layer and expert, slots by pool.
-        arena: uint8, memory of all slots, in pool order, on the computing device.
+        device: the computing one.
         sources: of each number the expert's pages, which share a slot: one, or two, of which the first ones are of one
             size in a layer.
         one: score increment of a lease.
         mail: makes the mailbox by which pages on a drive are fetched, for so many pages that a lease may be missing;
             None if no page is on one.
+
+    Attributes:
+        slots: that each pool has now: the first ones.
     """
 
     def __init__(
         self,
         layers: Sequence[Experts],
         pools: Sequence[PoolRoom],
-        arena: Tensor,
+        device: torch.device,
         sources: Sequence[Sequence[Source]],
         *,
         one: int,
@@ -124,9 +127,7 @@ class ResidentTables:
         self.layers, self.pools, self.one = tuple(layers), tuple(pools), one
         self._first_page = _starts([layer.count for layer in layers])
         self._first_slot = _starts([pool.slots for pool in pools])
-        sizes, words = [pool.slots * pool.page_bytes // 8 for pool in pools], arena.view(torch.int64)
-        self._arenas = [words[start:] for start in _starts(sizes)[:-1]]
-        table = functools.partial(torch.zeros, dtype=torch.int64, device=arena.device)
+        table = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         of_layers = [sources[at : at + layer.count] for at, layer in zip(self._first_page, layers, strict=False)]
         self._planes = [len(pages[0]) for pages in of_layers]
         self._second_at = [pages[0][0].nbytes for pages in of_layers]
@@ -139,22 +140,22 @@ class ResidentTables:
                 if page.address < 0:
                     self._far[-1 - page.address] = 2 * plane * len(sources) + number
         self._asks = [any(page.address < 0 for expert in pages for page in expert) for pages in of_layers]
-        self._sources = torch.tensor(rows, dtype=torch.int64, device=arena.device)
-        self._pages, self._slots = table(_PAGE_ROWS, len(sources)), table(2, self._first_slot[-1])
+        self._sources = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._pages, self._slots = table(_PAGE_ROWS, len(sources)), table(_WHERE + 1, self._first_slot[-1])
         self._all_clocks = table(len(pools), len(_CLOCKS))
         self._clocks = list(self._all_clocks)
         self._all_routed = table(len(layers), _ROUTED)
         self._routed = list(self._all_routed)
-        places = [self._arenas[layer.pool].data_ptr() for layer in layers]  # may be read before the first lease
-        self._addresses = [table(layer.count).fill_(at) for layer, at in zip(layers, places, strict=True)]
+        self._where = [[0] * pool.slots for pool in pools]
+        self._addresses = [table(layer.count) for layer in layers]
         most = max(_power_of_two(layer.count) for layer in layers)
         self._fetch, self._marks = table(1 + 3 * max(self._planes) * most), table(most)
         self._mail = None if mail is None else mail(max(self._planes) * most)
-        numbers = functools.partial(torch.tensor, dtype=torch.int64, device=arena.device)
+        numbers = functools.partial(torch.tensor, dtype=torch.int64, device=device)
         self._pools_of_pages = numbers([layer.pool for layer in self.layers for _ in range(layer.count)])
         self._pools_of_slots = numbers([number for number, pool in enumerate(self.pools) for _ in range(pool.slots)])
         self._places = numbers([slot for pool in self.pools for slot in range(pool.slots)])
-        self._limits = [pool.slots for pool in self.pools]
+        self.slots, self._limits, self._windows = ([0] * len(pools) for _ in range(3))
         self.forget()
 
     def forget(self) -> None:
@@ -164,7 +165,31 @@ class ResidentTables:
         self._slots[1].zero_()
         for column, start in enumerate(_CLOCKS[_USED:], _USED):
             self._all_clocks[:, column] = start
-        self._all_clocks[:, _LIMIT] = torch.tensor(self._limits, dtype=torch.int64, device=self._pages.device)
+        self._note_limits()
+
+    def _note_limits(self) -> None:
+        told = torch.tensor([self._limits, self._windows], dtype=torch.int64, device="cpu")
+        self._all_clocks[:, _LIMIT : _WINDOW + 1] = accelerator.sent(told, self._pages.device).t()
+
+    def place(self, number: int, first: int, addresses: Sequence[int]) -> None:
+        """Say where slots of a pool lie, from one on, in memory of the computing device."""
+        self._where[number][first : first + len(addresses)] = addresses
+        told = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        start = self._first_slot[number] + first
+        self._slots[_WHERE, start : start + len(addresses)] = accelerator.sent(told, self._pages.device)
+
+    def resize(self, slots: Sequence[int], windows: Sequence[int]) -> None:
+        """Give each pool so many slots, its first ones, whose places it knows; pages in others are not resident any
+        more. Leases of captured graphs follow. No lease may be under way.
+
+        Args:
+            windows: maximum newcomers among the resident pages, by pool.
+        """
+        self.slots, self._windows = list(slots), list(windows)
+        self.limit(slots)
+        self._note_limits()
+        for layer, addresses in zip(self.layers, self._addresses, strict=True):  # of experts that no lease names
+            addresses.fill_(self._where[layer.pool][0])
 
     def limit(self, slots: Sequence[int]) -> None:
         """Let each pool use its first slots only; pages in others are not resident any more. Leases of captured graphs
@@ -172,8 +197,8 @@ class ResidentTables:
         before, self._limits = self._limits, list(slots)
         if before == self._limits:
             return
-        limits = accelerator.sent(torch.tensor(self._limits, dtype=torch.int64, device="cpu"), self._pages.device)
-        self._all_clocks[:, _LIMIT].copy_(limits)
+        self._note_limits()
+        limits = self._all_clocks[:, _LIMIT]
         if all(now >= then for now, then in zip(self._limits, before, strict=True)):
             return
         used = self._all_clocks[:, _USED]
@@ -186,7 +211,7 @@ class ResidentTables:
     def fits(self, layer: int, ids: Tensor) -> bool:
         """True if the pool has a slot for each expert that this many ids may name."""
         experts = self.layers[layer]
-        return min(ids.numel(), experts.count) <= self.pools[experts.pool].slots
+        return min(ids.numel(), experts.count) <= self.slots[experts.pool]
 
     def decide(self, layer: int, ids: Tensor, *, scan: bool = False, shares: Shares | None = None) -> Tensor:
         """Lease the experts in `ids`; return the addresses of the layer's experts, int64 [E], for after `fetch`.
@@ -202,7 +227,7 @@ class ResidentTables:
         experts = self.layers[layer]
         pool, ids = self.pools[experts.pool], ids.contiguous()
         lanes, slots = _power_of_two(experts.count), _power_of_two(pool.slots)
-        first, arena, addresses = self._first_page[layer], self._arenas[experts.pool], self._addresses[layer]
+        first, addresses = self._first_page[layer], self._addresses[layer]
         tables = (
             ids,
             self._pages,
@@ -211,7 +236,6 @@ class ResidentTables:
             self._sources,
             addresses,
             self._fetch,
-            arena,
             self._routed[layer],
             *((ids, self._marks, ids) if shares is None else (shares.counts, self._marks, shares.kept)),
         )
@@ -226,8 +250,6 @@ class ResidentTables:
                 self._first_slot[experts.pool],
                 pool.slots,
                 self._slots.shape[1],
-                pool.page_bytes,
-                pool.window,
                 pool.epoch,
                 self._second_at[layer],
             ),
@@ -252,8 +274,7 @@ class ResidentTables:
         slots = self._pages[0, first : self._first_page[after]]
         used, *heard = torch.cat((self._clocks[number][_USED : _USED + 1], pairs[:count], slots)).tolist()
         pairs, slots, following = heard[:count], heard[count : 2 * count], heard[2 * count :]
-        pool, start = self.pools[number], self._arenas[number].data_ptr()
-        places = {e: start + slot * pool.page_bytes for e, slot in enumerate(slots) if slot >= 0}
+        places = {e: self._where[number][slot] for e, slot in enumerate(slots) if slot >= 0}
         return Heard(
             ids_P, pairs, places, self._limits[number] - used, [e for e, slot in enumerate(following) if slot < 0]
         )
@@ -274,10 +295,10 @@ class ResidentTables:
         pages, units = self._planes[layer] * _power_of_two(experts.count), self._largest[layer] // PAGE_ALIGN
         if self._asks[layer]:
             missing = self._planes[layer] * min(named, experts.count)
-            self._mail.fetch(self._fetch, self._arenas[experts.pool], units, pages=pages, missing=missing)
+            self._mail.fetch(self._fetch, self._slots, units, pages=pages, missing=missing)
             return
         constants = {"PAGES": pages, "BLOCK": _BLOCK, "PROGRAMS": _PROGRAMS}
-        _launch("fetch")(_PROGRAMS, (self._fetch, self._arenas[experts.pool]), (units,), warps=_WARPS, **constants)
+        _launch("fetch")(_PROGRAMS, (self._fetch, self._slots), (units,), warps=_WARPS, **constants)
 
     def publish(self, places: Mapping[int, int | None]) -> None:
         """Tell the device where pages on a drive, by number, lie in host memory; None: nowhere. No lease may be under
@@ -292,12 +313,6 @@ class ResidentTables:
         """Ask for pages on a drive again after some did not come; what has slots may lack their bytes and is gone."""
         self.forget()
         self._mail.mend()
-
-    def memory(self, number: int) -> Tensor:
-        """Return the slots of a pool, uint8 [slots, page bytes]."""
-        pool = self.pools[number]
-        words = self._arenas[number][: pool.slots * pool.page_bytes // 8]
-        return words.view(torch.uint8).view(pool.slots, pool.page_bytes)
 
     def counts(self) -> Tensor:
         """Return hits, misses and misses that the host computed of each page, int64 [3, pages] on the CPU;

@@ -5,9 +5,9 @@ runs it too. The tables are int64:
 
     pages [7, pages]    per page: its slot or -1; score; time of its last lease; the last lease that routed to it,
                         scans included; hits; misses; misses that the host computed
-    slots [2, slots]    per slot: its page or -1; its position in the window's queue, 0 in the main part
+    slots [3, slots]    per slot: its page or -1; its position in the window's queue, 0 in the main part; its address
     clocks [8]          per pool: time; leases, scans included; slots in use; positions of the queue's two ends; slots
-                        that may be used: the first ones
+                        that may be used: the first ones; maximum newcomers among the resident pages
     routed [8]          per layer: its last lease, or 0 after a scan; leases except scans; ids they named; experts that
                         they touched; of those, the ones touched right after another lease; and by that one, too;
                         leases whose misses the host could all compute
@@ -74,19 +74,7 @@ def _count_routed(routed_ptr, routed, before, lease, named, SCAN: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "P",
-        "experts",
-        "first_page",
-        "pages",
-        "first_slot",
-        "slots",
-        "all_slots",
-        "page_bytes",
-        "window",
-        "epoch",
-        "second_at",
-    ]
+    do_not_specialize=["P", "experts", "first_page", "pages", "first_slot", "slots", "all_slots", "epoch", "second_at"]
 )
 def resolve_kernel(
     id_ptr,
@@ -96,7 +84,6 @@ def resolve_kernel(
     source_ptr,
     address_ptr,
     fetch_ptr,
-    arena_ptr,
     routed_ptr,
     share_ptr,
     mark_ptr,
@@ -108,8 +95,6 @@ def resolve_kernel(
     first_slot,
     slots,
     all_slots,
-    page_bytes,
-    window,
     epoch,
     second_at,
     EXPERTS: tl.constexpr,
@@ -122,10 +107,9 @@ def resolve_kernel(
 ):
     """Lease the experts in `ids` [P], once each; grid (1,).
 
-    The layer's pages are first_page .. + experts, its pool's slots first_slot .. + slots. Slots have `page_bytes`, and
-    are contiguous from arena_ptr. Writes each leased expert's address to address_ptr [experts]; and to fetch_ptr
-    [1 + 3 PLANES EXPERTS] the number of pages to fetch, their sources, targets and sizes. EXPERTS, SLOTS: powers of two
-    that hold them.
+    The layer's pages are first_page .. + experts, its pool's slots first_slot .. + slots. Writes each leased expert's
+    address to address_ptr [experts]; and to fetch_ptr [1 + 3 PLANES EXPERTS] the number of pages to fetch, their
+    sources, targets and sizes. EXPERTS, SLOTS: powers of two that hold them.
 
     PLANES: pages of an expert, that are one to these tables; the second one goes `second_at` bytes behind the slot's
     beginning. source_ptr [2 PLANES, pages]: of each plane the addresses, and the sizes in 4096 bytes.
@@ -178,8 +162,8 @@ def resolve_kernel(
             tl.store(kept_ptr + i, tl.where(mark != 0, -1, id).to(id.dtype), mask=i < P)
         missing = missing & (hosted == 0)
         missing_count -= tl.sum(hosted.to(tl.int64))
-    arena = arena_ptr.to(tl.int64)
-    tl.store(address_ptr + e, arena + place * page_bytes, mask=hit)
+    where_ptr = slot_ptr + 2 * all_slots + first_slot
+    tl.store(address_ptr + e, tl.load(where_ptr + place, mask=hit, other=0), mask=hit)
     tl.store(fetch_ptr, missing_count * PLANES)
     tl.store(clock_ptr + 1, lease)
     tl.store(clock_ptr, now, mask=tl.max(routed.to(tl.int32)) > 0)
@@ -197,7 +181,7 @@ def resolve_kernel(
         value = _value(tl.load(page_ptr + pages + label, mask=label >= 0, other=0), since, now, epoch)
         key = value * _AGES - tl.minimum(now - since, _AGES - 1)
         used, oldest, newest = tl.load(clock_ptr + 2), tl.load(clock_ptr + 3), tl.load(clock_ptr + 4)
-        limit = tl.load(clock_ptr + 5)
+        limit, window = tl.load(clock_ptr + 5), tl.load(clock_ptr + 6)
         waiting = tl.sum((queue != 0).to(tl.int64))
         expert = _least(e, missing)
         for i in range(missing_count):
@@ -231,7 +215,7 @@ def resolve_kernel(
                 promoted = _least(queue, (queue != 0) & (here == 0))
                 queue = tl.where(queue == promoted, 0, queue)
                 waiting -= 1
-            address = arena + slot * page_bytes
+            address = tl.load(where_ptr + slot)
             tl.store(page_ptr + first_page + expert, slot)
             tl.store(address_ptr + expert, address)
             for plane in tl.static_range(PLANES):
