@@ -1,8 +1,10 @@
 """Device-side cache of routed experts: the GPU decides which experts are resident, where possible.
 
 Once all experts are encoded, those with pages in pinned host memory, or on a drive below it, share one device cache,
-which takes the rest of the GPU's budget, and of the host memory's where there is a drive. A new budget, or new weights,
-end it; the next forward of a layer creates another. Fallback: the host decides, and `stats().fallbacks` has the reason.
+which takes the rest of the GPU's budget, and of the host memory's where there is a drive. It follows a lower budget of
+the GPU, and one up to that which it was made for, and captured steps go on (`give_way`, `take_room`). Another one, or
+new weights, end it; the next forward of a layer creates another. So does any budget for `dense` experts, whose products
+may take all slots as one tensor. Fallback: the host decides, and `stats().fallbacks` has the reason.
 The host also decides where the CPU computes missed experts: see `layers/experts/missed_experts.py`.
 """
 
@@ -26,7 +28,7 @@ from vbrt.tiers.stack.page_counters import Tally
 if TYPE_CHECKING:
     from vbrt.layers import SwappedLayer
 
-__all__ = ["ExpertCache"]
+__all__ = ["ExpertCache", "give_way"]
 
 _POLICY = "experts"  # the only policy that the device implements
 _PASSING = 4  # room for streamed pages of other layers, in leases of two of their largest pages
@@ -97,9 +99,9 @@ class ExpertCache:
             fine = {name: handle.keys[1::2] for name, handle in served.items() if handle.spec.fine}
             scope = self._stack.levels[0].policy.scope
             spare = self._spare(served, 1)
-            self._cache = DeviceCache(
-                self._stack, keys, capacity, scope=scope, fine=fine, spare_bytes=spare, wait_s=self._wait_s
-            )
+            resizes = not any(handle.spec.dense for handle in served.values())
+            how = {"spare_bytes": spare, "wait_s": self._wait_s, "resizes": resizes}
+            self._cache = DeviceCache(self._stack, keys, capacity, scope=scope, fine=fine, **how)
         except TierError as error:
             self.fallbacks = [f"the host decides which experts are resident: {error}"]
             return
@@ -137,6 +139,45 @@ class ExpertCache:
         )
         passing = min(sum(others), _PASSING * 2 * max(others, default=0))
         return passing + token
+
+    # -- another budget -----------------------------------------------------------------------------------------------
+
+    @property
+    def lives(self) -> bool:
+        """True if the device decides."""
+        return self._cache is not None
+
+    @property
+    def gives_bytes(self) -> int:
+        """Bytes that the cache can give way by while it lives."""
+        return self._cache.capacity_bytes - self._cache.least_bytes
+
+    def lacks(self, budget_bytes: int) -> int:
+        """Return by how many bytes the GPU's pages and what passes exceed a budget; below 0: so many are left."""
+        return -self._left(budget_bytes)
+
+    def outgrown(self, budget_bytes: int) -> bool:
+        """True if a budget has room for more slots than the cache can have."""
+        cache = self._cache
+        return not cache.all_have_slots and self._left(budget_bytes) >= (
+            cache.most_bytes - cache.capacity_bytes + min(cache.slot_bytes.values())
+        )
+
+    def give_way(self, nbytes: int) -> None:
+        """Use so many bytes less; captured steps go on."""
+        if nbytes > 0:
+            self._cache.resize(self._cache.capacity_bytes - nbytes)
+
+    def take_room(self) -> None:
+        """Use what the budget has left, up to what the cache was made with. Raises TierError: there is no memory."""
+        left = self._left(self._stack.levels[0].tier.capacity_bytes)
+        if left > 0:
+            self._cache.resize(self._cache.capacity_bytes + left)
+
+    def _left(self, budget_bytes: int) -> int:
+        """Bytes of a budget that neither pages at home on the GPU, the cache included, nor passing ones need."""
+        level = self._stack.levels[0]
+        return budget_bytes - level.tier.capacity_bytes + self._room(self._handles)
 
     def told(self) -> str:
         """Return how missed experts are computed while the device decides, for statistics; "" if they are fetched."""
@@ -225,6 +266,26 @@ class ExpertCache:
         """End the cache; the next forward creates another. Raises TierError: a CUDA graph has captured it."""
         self.close()
         self._tried = None
+
+
+def give_way(caches: Sequence[ExpertCache], budget_bytes: int, page_bytes: int) -> bool:
+    """Have device caches give way to another budget of the GPU, that of most slots first; False, with nothing changed,
+    if they must end for it: it has room for all pages at home, for more slots than they can have, or for too few.
+
+    Args:
+        caches: that live.
+        page_bytes: of all pages.
+    """
+    if not caches or page_bytes <= budget_bytes or any(cache.outgrown(budget_bytes) for cache in caches):
+        return False
+    lacks = max(cache.lacks(budget_bytes) for cache in caches)
+    if lacks > sum(cache.gives_bytes for cache in caches):
+        return False
+    for cache in sorted(caches, key=lambda cache: cache.gives_bytes, reverse=True):
+        gives = min(lacks, cache.gives_bytes)
+        cache.give_way(gives)
+        lacks -= gives
+    return True
 
 
 def _end_hosting(handle: ExpertsHandle) -> None:

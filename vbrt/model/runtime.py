@@ -22,10 +22,13 @@ from vbrt.config.value_checks import shown
 from vbrt.errors import ConfigError, TierError, WrapError
 from vbrt.kernels import libraries
 from vbrt.kernels.cpu import buffer_reuse
+from vbrt.kernels.operator_trace import recorder
 from vbrt.layers import Weight, weights_in
+from vbrt.libraries.torch_api import is_capturing
 from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.attached import Attached
 from vbrt.model.auto_budget import GpuBalance
+from vbrt.model.expert_cache import give_way
 from vbrt.model.kv_caches import TieredCache, cache_stats
 from vbrt.model.live_sampling import know
 from vbrt.model.machine_memory import this_machine, with_freed
@@ -239,14 +242,21 @@ class Runtime:
                 "bytes); give it at least that"
             )
         self.open_stores()
+        living = [a.expert_cache for a in attachments if a.expert_cache.lives] if tier == self.stack.names[0] else []
+        if not give_way(living, nbytes, self.page_bytes):
+            living = []
         for attachment in attachments if TIERS[tier].memory else ():
-            attachment.expert_cache.reset()  # raises if a graph has captured it
-            attachment.hosting.release()
+            if attachment.expert_cache not in living:
+                attachment.expert_cache.reset()  # raises if a graph has captured it
+            if not living:
+                attachment.hosting.release()
         try:
             with contextlib.ExitStack() as moving:
                 for cache in list(self.caches):
                     moving.enter_context(cache.movable())
                 self.stack.set_budget(tier, nbytes, largest)
+            for cache in living:
+                cache.take_room()
         finally:  # also after an interrupt: pages may have moved, and the budget may be in force
             with self.stack.encoding:
                 if tier_stats(self.stack)[tier].budget_bytes == nbytes:
@@ -263,9 +273,11 @@ class Runtime:
 
     def follow_free_memory(self, ahead_bytes: int = 0) -> None:
         """Lower or raise the GPU budget by the free memory, for `budget = "auto"` and `gpu_memory`; `ahead_bytes` are
-        about to be allocated."""
+        about to be allocated. Not while a pass is traced or captured, which the work for it would become a part of."""
         balance = self.balance
-        if balance is not None and balance.active and (ahead_bytes or balance.due()):
+        if balance is None or not balance.active or recorder() is not None or is_capturing():
+            return
+        if ahead_bytes or balance.due():
             _follow(self, balance, ahead_bytes)
 
     @property
