@@ -385,7 +385,10 @@ class Terms:
 
     def make_room(self, nbytes: int) -> None:
         """Have pages give way to so many bytes, which are about to be allocated, if they are in the way."""
-        self._attachment().runtime.follow_free_memory(nbytes)
+        attachment = self._attachment()
+        attachment.runtime.follow_free_memory(nbytes)
+        if self._stack.device.type == accelerator.TYPE:
+            attachment.expert_cache.follow()  # if it has ended for that: now, not in a step that is captured
 
     def gives_way(self) -> bool:
         """True while pages have less room than they were given."""

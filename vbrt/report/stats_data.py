@@ -91,6 +91,7 @@ class StepCounts:
     `joined`: fused patterns over all captures; `unjoined`: rejected fusion candidates, by reason.
     `held_bytes`: caches whose addresses captures hold, and results of tapes.
     `not_ahead`: kernels that could not be compiled ahead of their first launch, by reason.
+    `causes`: captures by cause: the first of their shapes, a KV cache that has outgrown its memory, pages that moved.
     """
 
     captured: int = 0
@@ -102,17 +103,20 @@ class StepCounts:
     unjoined: Mapping[str, int] = field(default_factory=dict)
     held_bytes: int = 0
     not_ahead: Mapping[str, int] = field(default_factory=dict)
+    causes: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
         numbers = (a + b for a, b in zip(self._numbers(), other._numbers(), strict=True))
-        *counts, late = (dict(Counter(a) + Counter(b)) for a, b in zip(self._counts(), other._counts(), strict=True))
-        return StepCounts(*numbers, *counts, self.held_bytes + other.held_bytes, late)
+        *counts, late, causes = (
+            dict(Counter(a) + Counter(b)) for a, b in zip(self._counts(), other._counts(), strict=True)
+        )
+        return StepCounts(*numbers, *counts, self.held_bytes + other.held_bytes, late, causes)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         return self.captured, self.eager, self.recordings, self.record_us
 
     def _counts(self) -> tuple[Mapping[str, int], ...]:
-        return self.reasons, self.joined, self.unjoined, self.not_ahead
+        return self.reasons, self.joined, self.unjoined, self.not_ahead, self.causes
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -164,6 +164,8 @@ def _capture_lines(steps: StepCounts) -> Iterator[str]:
     if steps.recordings:
         held = f", holding {format_bytes(steps.held_bytes)}" if steps.held_bytes else ""
         yield f"{_count(steps.recordings, 'capture', 'captures')} in {steps.record_us / 1e3:.0f} ms{held}"
+    for cause, count in steps.causes.items():
+        yield f"captures: {count} ({cause})"
     if steps.joined:
         yield "fused in captures: " + ", ".join(f"{count} {pattern}" for pattern, count in steps.joined.items())
     for reason, count in steps.unjoined.items():

@@ -170,7 +170,8 @@ def streamed(model, slots: int, preset: str = "dense") -> vbrt.VBModelWrapper:
     page, layers = plan.routed[0].page_bytes // plan.routed[0].experts, len(plan.routed)
     rest = plan.page_bytes - sum(swap.page_bytes for swap in plan.routed)
     budget = rest + (plan.routed[0].top_k + slots * layers) * page
-    vb = vbrt.wrap(model, preset, weights=weights, tiers={"gpu": {"budget": budget}}, policy={"kind": "experts"})
+    how = {"policy": {"kind": "experts"}, "experts": {"miss": "fetch"}}
+    vb = vbrt.wrap(model, preset, weights=weights, tiers={"gpu": {"budget": budget}}, **how)
     assert all(page.home == "cpu" for swap in vb.plan.routed for page in swap.pages)
     return vb.materialize()
 
@@ -189,9 +190,12 @@ def test_a_budget_and_another_implementation_are_followed_where_the_gpu_decides(
     assert torch.equal(vb.module.model.layers[1].mlp(x), plain.model.layers[1].mlp(x))
 
 
-def test_experts_give_way_to_a_growing_context_and_come_back(monkeypatch):
-    vb = streamed(mixed(), 13)
-    first, budget, page = generated(vb), vb.plan.budgets["gpu"], 196608
+@pytest.mark.parametrize("preset", ["fp4", "exact", "dense"])
+def test_experts_give_way_to_a_growing_context_and_come_back(preset, monkeypatch):
+    """Steps are recorded once for the growth, and not again for the slots; for `dense` experts once each time."""
+    vb = streamed(mixed(), 13, preset)
+    first, budget = generated(vb), vb.plan.budgets["gpu"]
+    page, tier = vb.plan.routed[0].page_bytes // vb.plan.routed[0].experts, vb.stack.levels[0].tier
     vb.runtime.balance = balance = GpuBalance(budget, GpuRoom(CONTEXT_BYTES + budget + 2 * page, 2 * page, 2048))
     monkeypatch.setattr("vbrt.model.auto_budget._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("vbrt.model.auto_budget._LOOKS", 0)
@@ -202,14 +206,36 @@ def test_experts_give_way_to_a_growing_context_and_come_back(monkeypatch):
     monkeypatch.setattr("vbrt.generation.capture.session.room_bytes", lambda cache, limit: static)
     resize = type(vb.runtime)._resize
     monkeypatch.setattr(type(vb.runtime), "_resize", lambda *a, **k: seen.append(resize(*a, **k)) or seen[-1])
-    held.release()  # as after a growth beyond the static memory
+    held.release()  # as for a growth beyond the static memory
     assert torch.equal(generated(vb).sequences, first.sequences)
     assert seen == [budget - static]  # before the memory was taken
-    static = 0
-    assert torch.equal(generated(vb).sequences, first.sequences)
+    assert tier.held_bytes <= budget - static and vb.stats().steps.recordings == 2
+    static = 0  # the context is small again
+    for _ in range(2):
+        assert torch.equal(generated(vb).sequences, first.sequences)
     assert seen[1:] == [budget] and balance.active and not balance.fallbacks
+    stats = vb.stats()
+    assert stats.layers["model.layers.1.mlp.experts"].experts.decides == "gpu"
+    assert stats.steps.recordings == (3 if preset == "dense" else 2), stats.steps.causes
+    assert (stats.steps.captured, stats.steps.eager) == (44, 0), stats.steps.reasons
+
+
+@pytest.mark.parametrize("preset", ["fp4", "exact"])
+def test_budgets_that_a_cache_of_experts_follows_record_nothing_again(preset):
+    vb = streamed(mixed(), 13, preset)
+    first, budget = generated(vb), vb.plan.budgets["gpu"]
+    page = vb.plan.routed[0].page_bytes // vb.plan.routed[0].experts
+    for less in (2, 8, 14, 4, 0):
+        vb.set_budget("gpu", budget - less * page)
+        assert vb.stack.levels[0].tier.held_bytes <= budget - less * page
+        again = generated(vb)
+        assert torch.equal(again.sequences, first.sequences)
+        assert all(map(torch.equal, again.logits, first.logits))
     steps = vb.stats().steps
-    assert (steps.captured, steps.eager) == (33, 0), steps.reasons
+    assert (steps.recordings, steps.captured, steps.eager) == (1, 66, 0), steps.causes
+    vb.set_budget("gpu", "1GiB")
+    assert torch.equal(generated(vb).sequences, first.sequences)
+    assert vb.stats().steps.recordings == 2  # all pages lie on the GPU
 
 
 def test_experts_that_the_host_leases_keep_steps_eager_and_are_named():

@@ -11,7 +11,7 @@ import vbrt
 from tests import models
 from tests.generation.families import FAMILIES, MASK, PROMPT, generated, tiny
 from tests.matrix import matrix
-from vbrt.generation.capture.session import KEEPS_BITS
+from vbrt.generation.capture.session import FIRST, GROWN, KEEPS_BITS, SHRUNK
 from vbrt.generation.generate import Terms
 from vbrt.model.auto_budget import GpuBalance
 from vbrt.residency.plan import GpuRoom
@@ -299,7 +299,7 @@ def test_the_first_call_has_the_bits_of_the_next_ones(family, format, dtype, com
         assert all(map(torch.equal, first.logits, other.logits))
 
 
-def test_a_growing_cache_asks_for_room_before_it_takes_memory_and_gives_it_back(monkeypatch):
+def test_a_growing_cache_asks_for_room_before_it_takes_memory_and_is_recorded_once_for_it(monkeypatch):
     vb, asked, way = wrapped(), [], []
     monkeypatch.setattr(Terms, "make_room", lambda self, nbytes: asked.append((nbytes, len(steps_of(vb).kept))))
     monkeypatch.setattr(Terms, "gives_way", lambda self: bool(way))
@@ -310,9 +310,33 @@ def test_a_growing_cache_asks_for_room_before_it_takes_memory_and_gives_it_back(
     assert len(asked) == 1  # static memory is kept
     way.append(True)
     generated(vb)
-    assert not steps_of(vb).kept
-    generated(vb)
-    assert len(asked) == 2
+    assert steps_of(vb).kept[0].statics is statics and len(asked) == 1
+    ids = torch.randint(1, 97, (len(PROMPT), 3 * statics.room))
+    for _ in range(2):
+        vb.generate(ids, max_new_tokens=4, do_sample=False)
+    assert len(asked) == 2 and steps_of(vb).kept[0].statics.room > statics.room
+    assert vb.stats().steps.causes == {FIRST: 1, GROWN: 1}
+    for _ in range(2):
+        generated(vb)  # which needs little of it: pages get the rest back
+    assert len(asked) == 3 and steps_of(vb).kept[0].statics.room == statics.room
+    vb.generate(PROMPT[:1], max_new_tokens=4, do_sample=False)  # memory of one form at a time while it is short
+    assert [len(kept.statics.rooms) for kept in steps_of(vb).kept] == [2] and asked[3][1] == 0
+    steps = vb.stats().steps
+    assert steps.causes == {FIRST: 2, GROWN: 1, SHRUNK: 1} and steps.recordings == 4
+
+
+def test_pages_that_move_for_a_cache_cost_one_recording_and_not_another_one_after_it(monkeypatch):
+    vb = wrapped()
+    want = generated(vb).sequences
+    steps_of(vb).release()
+
+    def moves(self, nbytes):
+        self._stack.ledger.changes += 1
+
+    monkeypatch.setattr(Terms, "make_room", moves)
+    assert torch.equal(generated(vb).sequences, want)
+    steps = vb.stats().steps
+    assert (steps.recordings, steps.eager) == (2, 0) and sum(steps.causes.values()) == 2
 
 
 def steps_of(vb):

@@ -371,9 +371,10 @@ class RowsRecording:
 
 
 class Kept:
-    """Static memory of one cache and the steps captured on it."""
+    """Static memory of one cache and the steps captured on it. Attributes: cause: why it was made."""
 
-    def __init__(self, cache: Any, limit: int | None, terms: Terms) -> None:
+    def __init__(self, cache: Any, limit: int | None, terms: Terms, cause: str) -> None:
+        self.cause = cause
         room, wide = room_wanted(cache, limit), terms.passes_masks
         self.statics, self.recorder = Statics(cache, room, wide=wide, steady=terms.steady), terms.new_recorder()
         self.recordings: dict[tuple[tuple, Span], Recording] = {}

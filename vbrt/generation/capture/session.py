@@ -46,6 +46,7 @@ from vbrt.generation.static.cache_kinds import (
     layers_of,
     length_of,
     room_bytes,
+    room_wanted,
     why_not,
 )
 from vbrt.generation.static.length_buckets import span_of
@@ -72,6 +73,13 @@ KEEPS_BITS = "lossless weights on a CPU: captured attention would round differen
 CUSTOM = "custom_generate runs its own decoding loop"
 #: reasons that follow from what the caller asked for: counted, without a warning
 EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, STREAMS, KEEPS_BITS)
+
+#: why steps are captured, for counts
+FIRST = "the first of their shapes"
+LENGTHS = "other lengths or arguments"
+GROWN = "the KV cache has outgrown its memory"
+SHRUNK = "the KV cache needs less than half of its memory, and pages the rest"
+DROPPED = "pages or the model have changed, or memory ran out"
 
 Plain = Callable[..., Any]
 
@@ -104,7 +112,9 @@ class Steps:
         self._refused: dict[tuple, str] = {}
         self._lock = threading.Lock()
         self._warned: set[str] = set()
-        self.captured = self.recordings = self.record_us = 0
+        self.captured = self.record_us = 0
+        self.causes: Counter[str] = Counter()
+        self._cause = FIRST  # of captures on the next static memory
         self.eager: Counter[str] = Counter()
         self.joined: Counter[str] = Counter()
         self.unjoined: Counter[str] = Counter()
@@ -205,17 +215,25 @@ class Steps:
     # -- recordings ---------------------------------------------------------------------------------------------------
 
     def kept_for(self, cache: Any, limit: int | None) -> Kept:
-        """Move a cache into static memory, allocated or reused; return that with its captures."""
+        """Move a cache into static memory, allocated or reused; return that with its captures.
+
+        While pages have given way to other memory, one is kept, and none of more than twice the size that is wanted.
+        """
         key, length = cache_form(cache), length_of(cache) or 0
-        kept = self._kept.pop(key, None)
-        if kept is not None and kept.statics.room < span_of(length).end:
+        kept, gives_way = self._kept.pop(key, None), self._terms.gives_way()
+        why = "" if kept is None else _unfit(kept.statics.room, cache, length, limit, saves=gives_way)
+        if why:
             kept.release()
             kept = None
         if kept is None:
-            while len(self._kept) >= _KEPT:
+            while len(self._kept) >= (1 if gives_way else _KEPT):
                 self._kept.popitem(last=False)[1].release()
             self._terms.make_room(room_bytes(cache, limit))
-            kept = Kept(cache, limit, self._terms)
+            refusal = "" if self.still_good() else self.renew()  # pages have moved for it
+            if refusal:
+                raise NotRecordable(refusal)
+            kept = Kept(cache, limit, self._terms, why or self._cause)
+            self._cause = FIRST
         self._kept[key] = kept
         kept.statics.enter(cache)
         return kept
@@ -255,7 +273,7 @@ class Steps:
             why = error if isinstance(error, NotRecordable) else f"{type(error).__name__}: {first_line(error)}"
             self._refused[call.form] = f"a step cannot be captured: {why}"
             raise NotRecordable(self._refused[call.form]) from error
-        self.recordings += 1
+        self.causes[LENGTHS if kept.recordings else kept.cause] += 1
         self.joined.update(recording.report.joined)
         self.unjoined.update(recording.report.unjoined)
         self.record_us += (time.perf_counter_ns() - begun) // 1000
@@ -304,14 +322,13 @@ class Steps:
         recording.compared.add(behind)
 
     def end_call(self) -> None:
-        """Drop references to the call's tensors; static memory that pages have given way to is not kept."""
+        """Drop references to the call's tensors."""
         for kept in self.kept:
             kept.end_call()
-        if self._kept and self._terms.gives_way():
-            self.release()
 
     def release(self) -> None:
         """Free all graphs and static caches; the next step captures anew."""
+        self._cause = DROPPED if self._kept else self._cause
         while self._kept:
             self._kept.popitem()[1].release()
         self._good_for = None
@@ -319,6 +336,11 @@ class Steps:
         self._refused.clear()
 
     # -- counts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def recordings(self) -> int:
+        """Number of captured steps."""
+        return sum(self.causes.values())
 
     def note(self, why: str) -> None:
         """Count an eager step by reason; warn once per reason."""
@@ -330,9 +352,10 @@ class Steps:
     def counts(self) -> StepCounts:
         """Return the counters."""
         numbers = self.captured, sum(self.eager.values()), self.recordings, self.record_us
+        causes = dict(self.causes)
         held = sum(kept.nbytes for kept in self.kept)
         late = self._not_begun + Counter(each.error for each in self._begun if each.error)
-        return StepCounts(*numbers, dict(self.eager), dict(self.joined), dict(self.unjoined), held, dict(late))
+        return StepCounts(*numbers, dict(self.eager), dict(self.joined), dict(self.unjoined), held, dict(late), causes)
 
 
 class Session:
@@ -626,6 +649,17 @@ class Session:
             self._let_go_others(None, copied=False)  # no copy: it keeps the memory
         self._kept = self._cache = None
         self._lying = []
+
+
+def _unfit(room: int, cache: Any, length: int, limit: int | None, *, saves: bool) -> str:
+    """Return why a cache gets other static memory than that for `room` tokens; "" if it fits.
+
+    Args:
+        saves: memory is short.
+    """
+    if room < span_of(length).end:
+        return GROWN
+    return SHRUNK if saves and room > 2 * room_wanted(cache, limit) else ""
 
 
 @contextmanager
