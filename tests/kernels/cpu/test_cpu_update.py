@@ -188,6 +188,24 @@ def test_an_update_that_ends_in_ties_rounds_them_as_torch_does(run, step):
         assert all(map(torch.equal, bits(*halves), bits(*update.split_master(after))))
 
 
+@built
+def test_an_update_out_of_place_from_no_ties_to_ties_and_back_leaves_bits_only_where_there_are_some():
+    count = 3 * update.TILE + 64
+    ends = tied(torch.randn(count).abs() + 0.5, every=1)
+    ends[: update.TILE] = 1.0  # the first tile has none
+    decayed = dataclasses.replace(ADAMW, lr=1.0, weight_decay=0.25)
+    halves, gradient = update.split_master(ends / 0.75), torch.zeros(count).bfloat16()
+    halves.high[2::5], halves.low[2::5] = 1.0, -0x8000  # 0.75 of it is no tie
+    assert not halves.tied.any()
+    moments, results = {name: torch.zeros(count) for name in ("first", "second")}, []
+    for run in (compiled.update, update.update):
+        out = update.Updated(update.split_master(tied(torch.randn(count), every=2)), copied(moments))
+        assert out.halves.tied.all()
+        run(halves, moments, gradient, decayed, out)(0, count)
+        results.append(bits(*out.halves, *flat(out.moments)))
+    assert all(map(torch.equal, *results)) and results[0][3].tolist() == [0, 1, 1, 1]
+
+
 def spread(count):
     """Numbers of all magnitudes that are in use, and a block of zeros."""
     moment = torch.randn(count) * torch.logspace(-18, 3, count)

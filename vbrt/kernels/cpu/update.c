@@ -10,12 +10,12 @@
  * The order of operations, and so the bits, are those of torch's fused optimizers on x86 (FusedAdamKernel.cpp,
  * FusedSGDKernel.cpp): for vectors of LANES numbers, and for the remainder after the last whole vector, where its
  * compiler contracted other products. Work is done in tiles that fit in L1, one vectorizable loop per stage. Threads
- * split a weight into parts of whole tiles: the bits are the same. Out of place, a tile is copied into L1, updated
- * there, and stored past the caches, so that the old bytes of the destination are not read first.
+ * split a weight into parts of whole tiles: the bits are the same. Out of place, results are collected in L1 and stored
+ * past the caches, so that the old bytes of the destination are not read first.
  */
 #include <math.h>
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 #include "numbers.h"
 #include "team.h"
@@ -25,6 +25,7 @@
 #define TILE 1024
 #define PART (16 * TILE)  /* work item of a team: some tens of microseconds */
 #define BLOCK 256    /* moments per scale */
+#define CHUNK 64     /* out of place: results in L1 at a time */
 #define LANES 8
 #define HALF 0x8000u
 #define SMALLEST 1.17549435e-38f  /* smaller scales become 0: their inverse is not finite */
@@ -159,16 +160,21 @@ INLINE void adam(const Step *s, float *restrict w, float *restrict g, float *res
     for (int64_t i = 0; i < n; i++) w[i] = w[i] * kept + s->rate * m[i] / divisor(s, roots[i]);
 }
 
-/* Fast path of most AdamW tiles: join, step and split in one loop. `lerp` is below one half, tiles are whole. */
-INLINE int adamw(const Step *s, uint16_t *restrict high, uint16_t *restrict low, const float *restrict g,
-                  float *restrict m, float *restrict v, int64_t n) {
-    const float lerp = s->lerp, kept = s->decay, beta2 = s->beta2, rest2 = s->rest2, rate = s->rate;
-    const float root = s->root, epsilon = s->epsilon;
+/* Fast path of most AdamW tiles: one weight's step; `lerp` is below one half. Returns its new halves. */
+INLINE uint32_t adamw_of(const Step *s, uint16_t high, uint16_t low, float g, float *m, float *v) {
+    *m = fmaf(s->lerp, g - *m, *m);
+    *v = fmaf(s->rest2 * g, g, *v * s->beta2);
+    return halves(joined(high, low) * s->decay + s->rate * *m / (sqrtf(*v) / s->root + s->epsilon));
+}
+
+/* Join, step and split in one loop, for whole vectors. */
+INLINE int adamw(const Step *step, uint16_t *restrict high, uint16_t *restrict low, const float *restrict g,
+                 float *restrict m, float *restrict v, int64_t n) {
+    const Step s = *step;
     uint16_t least = 0xFFFF;
     for (int64_t i = 0; i < n; i++) {
-        const float mean = fmaf(lerp, g[i] - m[i], m[i]), square = fmaf(rest2 * g[i], g[i], v[i] * beta2);
-        const float w = joined(high[i], low[i]) * kept + rate * mean / (sqrtf(square) / root + epsilon);
-        const uint32_t bits = halves(w);
+        float mean = m[i], square = v[i];
+        const uint32_t bits = adamw_of(&s, high[i], low[i], g[i], &mean, &square);
         m[i] = mean;
         v[i] = square;
         high[i] = (uint16_t)(bits >> 16);
@@ -274,6 +280,10 @@ INLINE void encode_second(const float *restrict v, int64_t n, uint8_t *restrict 
 
 /* -- a tile, a part of a weight */
 
+INLINE int is_adamw(const Weight *c, const Step *s) {
+    return s->rule == ADAM && s->decoupled && fabsf(s->lerp) < 0.5f && !c->peak;
+}
+
 /* With halves rounded half up, on entry and exit; true if there may be ties. */
 INLINE int step_halves(const Weight *c, const Step *s, int64_t at, int64_t n) {
     float w[TILE], g[TILE], m8[TILE], v8[TILE];
@@ -282,7 +292,7 @@ INLINE int step_halves(const Weight *c, const Step *s, int64_t at, int64_t n) {
     if (s->eight_bit && c->first) decode_first((int8_t *)c->first + at, c->first_scales + at / BLOCK, n, m = m8);
     if (s->eight_bit && c->second) decode_second((uint8_t *)c->second + at, c->second_scales + at / BLOCK, n, v = v8);
     read_gradient(c, s, at, n, g);
-    if (s->rule == ADAM && s->decoupled && fabsf(s->lerp) < 0.5f && !c->peak && n == body) {
+    if (is_adamw(c, s) && n == body) {
         const int down = adamw(s, c->high + at, c->low + at, g, m, v, n);
         if (s->eight_bit) encode_first(m, n, (int8_t *)c->first + at, c->first_scales + at / BLOCK);
         if (s->eight_bit) encode_second(v, n, (uint8_t *)c->second + at, c->second_scales + at / BLOCK);
@@ -350,16 +360,26 @@ INLINE Weight fetched(const Weight *from, const Step *s, int64_t n, Tile *t) {
     };
 }
 
+#if defined(__AVX512F__)
+#define STREAMED 64
+#define STREAM(to, from) _mm512_stream_si512((__m512i *)(to), _mm512_load_si512((const __m512i *)(from)))
+#elif defined(__AVX__)
+#define STREAMED 32
+#define STREAM(to, from) _mm256_stream_si256((__m256i *)(to), _mm256_load_si256((const __m256i *)(from)))
+#elif defined(__SSE2__)
+#define STREAMED 16
+#define STREAM(to, from) _mm_stream_si128((__m128i *)(to), _mm_load_si128((const __m128i *)(from)))
+#endif
+
 /* Store past the caches. */
 INLINE void stream(void *to, const void *from, int64_t nbytes) {
     if (!to) return;
     int64_t at = 0;
-#ifdef __SSE2__
-    if ((uintptr_t)to % 16 == 0 && (uintptr_t)from % 16 == 0)
-        for (; at + 16 <= nbytes; at += 16)
-            _mm_stream_si128((__m128i *)((char *)to + at), _mm_load_si128((const __m128i *)((const char *)from + at)));
+#ifdef STREAMED
+    if (((uintptr_t)to | (uintptr_t)from) % STREAMED == 0)
+        for (; at + STREAMED <= nbytes; at += STREAMED) STREAM((char *)to + at, (const char *)from + at);
 #endif
-    memcpy((char *)to + at, (const char *)from + at, nbytes - at);
+    if (at < nbytes) memcpy((char *)to + at, (const char *)from + at, nbytes - at);
 }
 
 INLINE void store(const Weight *to, const Step *s, int64_t n, const Tile *t) {
@@ -376,16 +396,52 @@ INLINE void store(const Weight *to, const Step *s, int64_t n, const Tile *t) {
     *to->tied = t->tied;
 }
 
+/* Fast path of most AdamW tiles: few results at a time, so that reads, arithmetic and stores overlap, where a whole
+ * tile is copied, updated and stored in turns. For whole CHUNKs, without ties before. */
+INLINE void adamw_into(const Weight *from, const Weight *to, const Step *step, int64_t n) {
+    const Step s = *step;
+    const float *first = from->first, *second = from->second;
+    uint16_t least = 0xFFFF;
+    for (int64_t at = 0; at < n; at += CHUNK) {
+        _Alignas(64) uint16_t high[CHUNK], low[CHUNK];
+        _Alignas(64) float m[CHUNK], v[CHUNK];
+        float g[CHUNK];
+        read_gradient(from, &s, at, CHUNK, g);
+        for (int64_t i = 0; i < CHUNK; i++) {
+            float mean = first[at + i], square = second[at + i];
+            const uint32_t bits = adamw_of(&s, from->high[at + i], from->low[at + i], g[i], &mean, &square);
+            m[i] = mean;
+            v[i] = square;
+            high[i] = (uint16_t)(bits >> 16);
+            low[i] = (uint16_t)bits;
+            least = (uint16_t)bits < least ? (uint16_t)bits : least;
+        }
+        stream(to->high + at, high, sizeof high);
+        stream(to->low + at, low, sizeof low);
+        stream((float *)to->first + at, m, sizeof m);
+        stream((float *)to->second + at, v, sizeof v);
+    }
+    if (!least && any_down(to->high, to->low, n)) *to->tied = to_even(to->high, to->low, to->ties, n);
+    else if (*to->tied) *to->tied = 0, memset(to->ties, 0, n / 8);
+}
+
 /* Update weights from `begin`, a multiple of TILE, to `end`, another one or the last: in place, or into `out`. */
 void vbrt_update(const Weight *weight, const Weight *out, const Step *step, int64_t begin, int64_t end) {
     Tile tile;
     for (int64_t at = begin; at < end; at += TILE) {
         const int64_t n = end - at < TILE ? end - at : TILE;
         Weight own = tile_of(weight, step, at);
-        if (out->high) own = fetched(&own, step, n, &tile);
-        step_tile(&own, step, 0, n);
-        if (!out->high) continue;
+        if (!out->high) {
+            step_tile(&own, step, 0, n);
+            continue;
+        }
         const Weight to = tile_of(out, step, at);
+        if (is_adamw(&own, step) && !step->eight_bit && n % CHUNK == 0 && !*own.tied) {
+            adamw_into(&own, &to, step, n);
+            continue;
+        }
+        own = fetched(&own, step, n, &tile);
+        step_tile(&own, step, 0, n);
         store(&to, step, n, &tile);
     }
 #ifdef __SSE2__
