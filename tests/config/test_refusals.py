@@ -92,7 +92,7 @@ WRONG_VALUES = [
     ),
     ("training.moments", "fp16", '"fp16"; expected "fp32" or "8bit"'),
     ("training.activations_host", "much", '"much"; expected "auto", bytes, "8GiB" or "40%"'),
-    ("training.ahead", False, 'false; expected "auto", bytes, "8GiB" or "40%"'),
+    ("training.ahead", False, 'false; expected "auto", bytes, "8GiB" or "40%", or 0 for none'),
     ("separation.refresh_every", 0, "0; expected a whole number, 1 or more"),
     ("compute.backend", "cuda", '"cuda"; expected "auto", "reference", "compiled" or "triton"'),
     ("gpu_memory", "auto", '"auto"; expected bytes, e.g. "12GB", or a share of the GPU, e.g. "90%"'),

@@ -38,11 +38,11 @@ class Budget:
     amount: int | float = 0
 
 
-def parse_budget(value: object, *, where: str) -> Budget:
+def parse_budget(value: object, *, where: str, expected: str = _BUDGET_EXPECTED) -> Budget:
     """Parse `"auto"`, a number of bytes (8589934592, "8GiB", "8 GB", "512MiB") or a share ("40%").
 
     KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s, also in small letters; "8Gb" is refused, as bits.
-    where: named in the ConfigError, e.g. "my.toml: tiers.gpu.budget".
+    where: named in the ConfigError, e.g. "my.toml: tiers.gpu.budget". expected: said there for any other value.
     """
     if isinstance(value, str):
         if value == "auto":
@@ -58,14 +58,14 @@ def parse_budget(value: object, *, where: str) -> Budget:
             return Budget("bytes", _bytes_in_range(int(Decimal(match[1]) * _unit(match[2])), value, where))
     elif isinstance(value, int) and not isinstance(value, bool):
         return Budget("bytes", _bytes_in_range(value, value, where))
-    raise wrong(where, value, _BUDGET_EXPECTED)
+    raise wrong(where, value, expected)
 
 
 def parse_ahead(value: object, *, where: str) -> Budget:
     """Parse the memory for updates ahead of the step: as `parse_budget`, or 0. where: as there."""
     if value == 0 and value is not False:
         return Budget("bytes", 0)
-    return parse_budget(value, where=where)
+    return parse_budget(value, where=where, expected=f"{_BUDGET_EXPECTED}, or 0 for none")
 
 
 def parse_share(value: object, *, where: str) -> Budget:
