@@ -149,7 +149,8 @@ def test_a_step_that_is_repeated_after_a_failure_does_only_what_is_missing(tmp_p
 
 def test_a_failure_that_stays_keeps_nobody_from_closing(tmp_path, monkeypatch):
     model = Tiny(LAYERS)
-    vb = vbrt.wrap(model, "full", optimizer=adamw(model.parameters()), tiers=partly_in_files(tmp_path))
+    optimizer = adamw(model.parameters())
+    vb = vbrt.wrap(model, "full", optimizer=optimizer, tiers=partly_in_files(tmp_path))
     ((ids, target),) = batches(1)
     loss_of(vb, ids, target).backward()
     monkeypatch.setattr(ssd_tier.SsdTier, "put", Broken(0, 1000)(ssd_tier.SsdTier.put))
@@ -158,6 +159,21 @@ def test_a_failure_that_stays_keeps_nobody_from_closing(tmp_path, monkeypatch):
         vb.settle()
     vb.close()
     assert not list(tmp_path.glob("run-*/*.page"))
+    assert optimizer._vb_updater.waiting  # which nobody will compute
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(vbrt.TierError, match="the model was closed"):
+            use()
+
+
+def test_an_optimizer_of_a_closed_model_says_so():
+    model = Tiny(LAYERS)
+    optimizer = adamw(model.parameters())
+    vb = vbrt.wrap(model, "full", optimizer=optimizer)
+    ((ids, target),) = batches(1)
+    loss_of(vb, ids, target).backward()
+    vb.close()
+    with pytest.raises(vbrt.TierError, match=r"AdamW\.step\(\): the model was closed"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -39,8 +39,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TierError: an earlier update failed; this call updates nothing. The next call completes that step first, and
-                does nothing else if no weight in the tiers has a new gradient.
+                does nothing else if no weight in the tiers has a new gradient. Or the model was closed.
         """
+        self._vb_updater.check_open(f"{type(self).__mro__[2].__name__}.step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -160,7 +160,7 @@ class Updater:
         """Wait until a weight's update is stored.
 
         Raises:
-            TierError: it, or one before it, failed; waiting again retries it.
+            TierError: it, or one before it, failed; waiting again retries it. Or the updater was closed before.
         """
         update = self._open.get(id(state))
         if update is not None:
@@ -194,6 +194,14 @@ class Updater:
             stage.crew.stop()
         self.helpers.stop()
 
+    def check_open(self, what: str) -> None:
+        """Raise TierError after `close`. what: named in it."""
+        if self._pid == os.getpid() and any(stage.closed for stage in self._stages):
+            raise TierError(
+                f"{what}: the model was closed, its pages are gone; wrap it again, or call unwrap() before close() to "
+                "keep the weights"
+            )
+
     def _try_again(self) -> bool:
         """Retry stages whose failure was reported; True if there were any."""
         heard = [stage for stage in self._stages if stage.heard]
@@ -203,6 +211,7 @@ class Updater:
 
     def _wait(self, update: "_Update") -> None:
         while not update.ended:
+            self.check_open(update.state.name)
             if not update.given or self._pid != os.getpid():  # Ctrl-C in `submit`, or a forked child without threads
                 self._give(update)
             for stage in self._stages:
