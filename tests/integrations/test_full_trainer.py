@@ -62,6 +62,28 @@ def test_trainer_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
+@pytest.mark.parametrize(("norm", "begins"), [(1e9, True), (1e-3, False)])
+def test_trainers_clipping_hands_out_no_gradient_and_lets_updates_begin_before_the_step(tmp_path, norm, begins):
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with vbrt.wrap(model, "full", optimizer=optimizer, training={"ahead": "64MiB"}) as vb:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            max_steps=6,
+            per_device_train_batch_size=2,
+            bf16=True,
+            use_cpu=not torch.cuda.is_available(),
+            max_grad_norm=norm,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        transformers.Trainer(vb, arguments, train_dataset=rows(), optimizers=(optimizer, schedule)).train()
+        assert not [key for key in vb._attachment.stack.pages if key.endswith("#gradient.float32")]
+        assert bool(vb.stats().updates.ahead) is begins
+
+
 def test_activations_change_nothing_in_a_run_of_trainer(tmp_path):
     losses, weights = trained(tmp_path / "kept", steps=2)
     again, others = trained(tmp_path / "recomputed", steps=2, activations="recompute")

@@ -146,7 +146,7 @@ class FullAttachment(Attachment):
         start = time.perf_counter_ns()
         try:
             if norm_type == 2.0 and self.updater is not None:
-                return clip_grad_norm_(self.model.parameters(), max_norm, self.updater.helpers)
+                return clip_grad_norm_(self.model.parameters(), max_norm)
             return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
         finally:
             self.clip_ns += time.perf_counter_ns() - start

@@ -73,8 +73,7 @@ class VBFullWrapper(VBModelWrapper):
         return self._attachment.stepping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, or set them to zero. Dropping does not wait for updates; the model's
-        own zero_grad() reads each gradient first, and so waits for all of them."""
+        """Drop the gradients of all parameters, or set them to zero. Dropping does not wait for updates."""
         if set_to_none:
             drop_gradients(self._vb_model.parameters())
         self._vb_model.zero_grad(set_to_none)

@@ -113,6 +113,10 @@ def test_updates_ahead_of_the_step_have_the_bits_of_those_at_the_step(budget, re
             losses = run(vb, optimizer, 6, 1)
             for norm in (1e9, 1e9, 0.01, 1e9, 1e9):
                 losses += run(vb, Clipping(vb, norm), 1, 1)
+            before = vb.stats().updates.ahead
+            for norm in (1e9, 1e9, 0.01, 1e9, 1e9):
+                losses += run(vb, Clipping(vb, norm, by_torch=True), 1, 1)
+            assert (vb.stats().updates.ahead > before) == (ahead == "auto")
             losses += run(vb, Dropping(vb), 1, 1) + run(vb, optimizer, 3, 1)
             losses += run(vb, optimizer, 2, 2) + run(vb, optimizer, 3, 1)
             vb.settle()
@@ -125,13 +129,16 @@ def test_updates_ahead_of_the_step_have_the_bits_of_those_at_the_step(budget, re
 
 
 class Clipping:
-    """Steps of a wrapper with clipping."""
+    """Steps of a wrapper with clipping, ours or torch's."""
 
-    def __init__(self, vb, norm: float) -> None:
-        self.vb, self.norm = vb, norm
+    def __init__(self, vb, norm: float, *, by_torch: bool = False) -> None:
+        self.vb, self.norm, self.by_torch = vb, norm, by_torch
 
     def step(self) -> None:
-        self.vb.clip_grad_norm_(self.norm)
+        if self.by_torch:
+            torch.nn.utils.clip_grad_norm_(self.vb.parameters(), self.norm)
+        else:
+            self.vb.clip_grad_norm_(self.norm)
         self.vb.step()
 
 

@@ -58,10 +58,13 @@ def clipped(norm: float) -> Callable:
     return loop
 
 
-def clipped_by_torch(vb) -> list:
-    norms, every = [], list(vb.parameters())
-    clip = torch.nn.utils.clip_grad_norm_
-    return [*steps(vb, range(3)), *steps(vb, range(3, 6), lambda: norms.append(clip(every, 0.1))), norms]
+def clipped_by_torch(norm: float) -> Callable:
+    def loop(vb) -> list:
+        norms, every = [], list(vb.parameters())
+        clip = torch.nn.utils.clip_grad_norm_
+        return [*steps(vb, range(3)), *steps(vb, range(3, 6), lambda: norms.append(clip(every, norm))), norms]
+
+    return loop
 
 
 def accumulated(vb) -> list:
@@ -214,7 +217,8 @@ def test_every_rule_updates_ahead_with_the_same_bits(make, moments):
     [
         (clipped(1e9), 5 * WEIGHTS, 0),
         (clipped(0.1), 2 * WEIGHTS, WEIGHTS),
-        (clipped_by_torch, 2 * WEIGHTS, WEIGHTS),
+        (clipped_by_torch(1e9), 5 * WEIGHTS, 0),
+        (clipped_by_torch(0.1), 2 * WEIGHTS, WEIGHTS),
         (accumulated, 2 * WEIGHTS, WEIGHTS),
         (scheduled, 5 * WEIGHTS, 0),
         (scheduled_before, 2 * WEIGHTS, WEIGHTS),
@@ -311,14 +315,15 @@ def test_steps_that_do_not_wait_for_what_was_begun_have_the_same_bits():
     assert_same_bits(loop)
 
 
-def test_an_optimizer_outlives_the_pages():
+def test_an_optimizer_that_outlives_the_pages_says_so():
     vb = vbrt.wrap(Tiny(), "full", optimizer=adamw, training={"ahead": MIB})
     plain(vb)
     optimizer = vb.optimizer
     assert vb.stats().updates.spare_bytes > 0
     vb.settle()
     vb.close()
-    optimizer.step()
+    with pytest.raises(vbrt.TierError, match="the model was closed"):
+        optimizer.step()
 
 
 def test_a_cpu_that_computes_the_model_updates_at_the_step_unless_asked():

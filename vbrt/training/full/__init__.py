@@ -21,7 +21,8 @@ wait, and the update is retried at the wait after it; gradients are kept until t
 completed and nothing is updated twice. Updates never run in the waiting thread, so Ctrl-C leaves no weight half
 updated. State in files uses two more threads: read-ahead for three weights, verified, and write-behind to a new file
 that replaces the old one. The norm for clipping reads gradients once, in torch's order, which is one chain of sums for
-each weight; the factor is applied as the update reads the gradient. A weight's update takes the GIL once, since taking
+each weight (`clipping.py`): on a GPU's host as they arrive, from the second step with clipping on, while threads have
+no updates; the factor is applied as the update reads the gradient. A weight's update takes the GIL once, since taking
 it per part stalls the main thread, which launches the GPU's work: on two cores, with four threads that update weights
 of 3 M parameters, a main thread that calls small layers runs at 0.9 of its speed, instead of 0.24
 (`scripts/update_bench.py --beside`). A budget change may rehome a weight's state just as its update begins: so the
@@ -38,12 +39,13 @@ code stores results past the caches: without that it would read the memory that 
 times it, "out of place").
 
 **The user's objects** keep their identity. A weight's parameter keeps its shape and dtype and loses its values
-(`streamed_parameter.py`): `p.grad` is the gradient on the host, writable; reads of values raise an error with the
-parameter's name. The optimizer's class changes in place: its `step` runs torch's own for resident parameters and
-submits the others. Resident bf16 parameters have fp32 masters, too; parameters of more than 16 M numbers, such as a
-head, are stepped in chunks (`resident_params.py`) with 135 MB of fp32 masters and gradients at a time, instead of 4.2
-GB for a head of 128,256 x 4,096, the peak of the 8B shape's step. fp32 tables and modules without a layer kind stay on
-the computing device and are stepped there by torch.
+(`streamed_parameter.py`): `p.grad` is the gradient on the host, writable and lazy (`lazy_gradient.py`), so that torch's
+own clipping converts and writes none; reads of values raise an error with the parameter's name. The optimizer's class
+changes in place: its `step` runs torch's own for resident parameters and submits the others. Resident bf16 parameters
+have fp32 masters, too; parameters of more than 16 M numbers, such as a head, are stepped in chunks
+(`resident_params.py`) with 135 MB of fp32 masters and gradients at a time, instead of 4.2 GB for a head of 128,256 x
+4,096, the peak of the 8B shape's step. fp32 tables and modules without a layer kind stay on the computing device and
+are stepped there by torch.
 
 **Gradients** (`host_gradients.py`) are copied D2H through two buffers on the GPU, the only memory of a weight's size
 besides the ring. `vb.stepping()` around the last backward pass updates each weight once its gradient is complete.

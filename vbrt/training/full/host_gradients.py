@@ -7,15 +7,17 @@ On a GPU, gradients are computed into a double buffer, and a separate stream cop
 first of a step straight into its page in host memory, later ones into a staging buffer, from which a thread accumulates
 them. The device waits for a free buffer, the host does not.
 
-`parameter.grad` aliases the memory, as torch's does: holders see accumulation, and their writes count. If a gradient is
-dropped while a user still holds it, the memory becomes the user's. An assigned tensor becomes the gradient.
+`parameter.grad` is lazy (`lazy_gradient.py`). Once its numbers are needed it aliases the memory, as torch's does:
+holders see accumulation, and their writes count. If a gradient is dropped while a user still holds it, the memory
+becomes the user's. An assigned tensor becomes the gradient.
 """
 
+import functools
 import math
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,11 +26,13 @@ from torch import Tensor
 from vbrt.errors import TierError, WrapError
 from vbrt.host import accelerator
 from vbrt.host.host_memory import Loan, PinError, map_memory, pin
+from vbrt.kernels import resolve
 from vbrt.libraries.torch_api import current_graph_task
 from vbrt.tiers import TierStack
 from vbrt.tiers.stack.slots import Page
 from vbrt.training.full.accumulate import Sums
 from vbrt.training.full.gradient_pages import GradientPages
+from vbrt.training.full.lazy_gradient import LazyGradient
 
 __all__ = ["Complete", "Gradient", "Outlet", "Taken"]
 
@@ -85,6 +89,7 @@ class Gradient:
         factor: pending scale of the sum.
         error: why accumulation failed; raised by `wait`.
         settle: called before a gradient's memory is written: an update may still read it.
+        on_norm: called when the norm is asked for, with whether it is known.
     """
 
     def __init__(self, name: str, stack: TierStack, dtype: torch.dtype, home: str, sums: Sums) -> None:
@@ -102,10 +107,14 @@ class Gradient:
         self._filed: Page | None = None
         self._assigned = False  # the sum is a user's tensor
         self._loan: Loan | None = None  # of the sum's memory, to users
+        self._lazy: weakref.ref[LazyGradient] | None = None
+        self._norm: tuple[object, float] | None = None  # the key that it is of
+        self._measuring = threading.Lock()
         self._event: torch.Event | None = None
         self._adding: list[threading.Event] = []
         self.error: BaseException | None = None
         self.settle: Callable[[], object] = _nothing
+        self.on_norm: Callable[[bool], object] = _nothing
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -134,6 +143,7 @@ class Gradient:
 
     def retire(self) -> None:
         """Retire the gradient's pages. Idempotent."""
+        self._hand_over()
         self.pages.retire()
         self._sum = self._filed = self._loan = None
         self._assigned = False
@@ -271,6 +281,59 @@ class Gradient:
             self._loan = Loan(sum)
         return self._loan.tensor()
 
+    def shown(self) -> Tensor | None:
+        """Return the sum as `parameter.grad` shows it: a `LazyGradient`, which reads nothing, or, while users hold its
+        memory, `tensor`. Raises WrapError: it was already applied."""
+        if self._adding:
+            self.wait()
+        if self.hidden or self.empty or self.exposed:
+            return self.tensor()
+        self.check_here()
+        lazy = self._living
+        if lazy is None:
+            lazy = LazyGradient.of(self, self.pages.shape)
+            self._lazy = weakref.ref(lazy)
+        return lazy
+
+    @property
+    def _living(self) -> LazyGradient | None:
+        """The lazy tensor of this sum that users hold, if it reads from here."""
+        lazy = None if self._lazy is None else self._lazy()
+        return lazy if lazy is not None and lazy.found is None else None
+
+    def _hand_over(self) -> None:
+        """Give a lazy tensor that users hold numbers of its own, before the sum goes."""
+        lazy, self._lazy = self._living, None
+        if lazy is not None and not self.empty:
+            self.wait()
+            self._fold()
+            lazy.found = self._lifted().to(self.dtype, copy=True)
+
+    def norm(self) -> float:
+        """Return the scaled sum's Euclidean norm: see `vbrt.kernels.update.gradient_norm`."""
+        held = self.held()
+        if self.exposed:  # users may write it at any time
+            return _norm_of(held.read(), held.factor)
+        self.on_norm(self._is_measured(held.factor))
+        return self.measured()
+
+    def measured(self) -> float:
+        """Return the norm of a sum that nobody else can write, measured once; from any thread."""
+        held = self.held()
+        with self._measuring:
+            if not self._is_measured(held.factor):
+                self._norm = (*self.key, held.factor), _norm_of(held.read(), held.factor)
+            return self._norm[1]
+
+    def measure(self, complete: "Complete") -> None:
+        """Measure the norm of a gradient that has just arrived; from any thread."""
+        with self._measuring:
+            if self.key == complete.key:
+                self._norm = (*complete.key, 1.0), _norm_of(complete.memory, 1.0)
+
+    def _is_measured(self, factor: float) -> bool:
+        return self._norm is not None and self._norm[0] == (*self.key, factor)
+
     def check_here(self) -> None:
         """Raise WrapError for a gradient that was already applied, within vb.stepping()."""
         if self.applied:
@@ -288,6 +351,11 @@ class Gradient:
         self.version += 1
         if value is not None and self._loan is not None and value is self._loan.last:
             return  # in-place writes, such as p.grad *= 2
+        if isinstance(value, LazyGradient):
+            if value is self._living:
+                return
+            value = value.resolve()
+        self._hand_over()
         self._forget()
         if value is not None:
             self.pages.shape = tuple(value.shape)
@@ -319,10 +387,12 @@ class Gradient:
         if self.empty:
             return None
         summed, filed = self._sum, self._filed
-        return Taken(partial(self.pages.read, filed) if summed is None else lambda: summed, self.factor)
+        return Taken(functools.partial(self.pages.read, filed) if summed is None else lambda: summed, self.factor)
 
     def scale_(self, factor: float) -> None:
         """Scale the sum in fp32, lazily: the update applies the factor as it reads."""
+        self.wait()
+        self._fold()
         if self.factor != 1:
             self.edits += 1
             self.settle()
@@ -377,7 +447,7 @@ class Outlet:
         elif arising.last and first is not None and gradient.ahead is not None:
             arrived = gradient.ahead(Complete(first, arising.key))
             if arrived is not None:
-                self._waiting.put(partial(_after, gradient.arrival, arrived)) if streams else arrived()
+                self._waiting.put(functools.partial(_after, gradient.arrival, arrived)) if streams else arrived()
 
     @property
     def device_bytes(self) -> int:
@@ -412,8 +482,8 @@ class Outlet:
         staging = self._staging.get()
         target = staging[:elements].view(shape)
         event = self._left[place] = self._copied(target, dw)
-        add = partial(gradient.add_, target, arising)
-        self._waiting.put(partial(self._add, gradient, add, staging, event, gradient.adding()))
+        add = functools.partial(gradient.add_, target, arising)
+        self._waiting.put(functools.partial(self._add, gradient, add, staging, event, gradient.adding()))
         return None
 
     @staticmethod
@@ -481,8 +551,17 @@ def _after(event: torch.Event | None, arrived: Callable[[], None]) -> None:
     arrived()
 
 
-def _nothing() -> None:
-    """Default of `settle`: no update."""
+def _nothing(*_: object) -> None:
+    """Default of `settle` and `on_norm`: no update, no optimizer."""
+
+
+@functools.cache
+def _norm_kernel() -> Callable[..., float]:
+    return resolve("gradient_norm", "auto", torch.device("cpu")).run
+
+
+def _norm_of(gradient: Tensor, factor: float) -> float:
+    return _norm_kernel()(gradient.detach().reshape(-1), factor)
 
 
 def _fp32(value: float) -> Tensor:

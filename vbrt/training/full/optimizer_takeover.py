@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vbrt.errors import WrapError
+from vbrt.training.full.clipping import Norms
 from vbrt.training.full.full_weight import FullWeight
 from vbrt.training.full.optimizer_state import StreamedState, load_state, state_with_moments, take_state
 from vbrt.training.full.optimizer_update import Rule, Scaling, Updater, rule_for
@@ -221,7 +222,8 @@ def take_optimizer(
     for rank, weight in enumerate(weights):
         weight.updater, weight.state.rank = updater, rank
         _take_state(optimizer, weight)
-    ahead = None if spare is None else Ahead(updater, weights, optimizer.param_groups, spare)
+    norms = Norms(updater, weights)
+    ahead = None if spare is None else Ahead(updater, weights, optimizer.param_groups, norms, spare)
     optimizer.__dict__.update(_vb_updater=updater, _vb_eight_bit=eight_bit, _vb_ahead=ahead)
     optimizer.__class__ = _class_for(plain)
     optimizer.state = StreamedState(optimizer)

@@ -18,22 +18,15 @@ from torch import Tensor, nn
 from vbrt.errors import WrapError
 from vbrt.libraries.torch_api import DisableTorchFunctionSubclass
 from vbrt.training.full.host_gradients import Gradient
+from vbrt.training.full.lazy_gradient import METADATA
 from vbrt.training.full.optimizer_update import Updater, WeightState
 
 __all__ = ["StreamedParameter", "StreamedWeight"]
 
-_GETS = (
-    "shape dtype device requires_grad is_leaf grad_fn ndim layout is_cuda is_sparse is_quantized is_meta is_mkldnn "
-    "is_xla is_mps is_xpu is_cpu is_nested itemsize nbytes names _backward_hooks _post_accumulate_grad_hooks _version "
-    "is_mtia is_sparse_csr is_vulkan is_ipu is_maia output_nr retains_grad"
-)
-_CALLS = (
-    "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex element_size requires_grad_ "
-    "get_device __hash__ __len__ is_inference is_signed is_shared is_pinned type is_same_size"
-)
-_ALLOWED = {getattr(Tensor, name).__get__ for name in _GETS.split() if hasattr(Tensor, name)}
-_ALLOWED |= {getattr(Tensor, name) for name in _CALLS.split()}
-_ALLOWED |= {Tensor.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}
+_GETS = "_backward_hooks _post_accumulate_grad_hooks _version output_nr retains_grad"
+_CALLS = "stride storage_offset requires_grad_ is_inference is_shared is_pinned type"
+_ALLOWED = METADATA | {getattr(Tensor, name).__get__ for name in _GETS.split()}
+_ALLOWED |= {getattr(Tensor, name) for name in _CALLS.split()} | {Tensor.requires_grad.__set__}
 _WEIGHT = "_vb_weight"
 
 
@@ -96,8 +89,9 @@ class StreamedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient on the host, in the parameter's shape and dtype; None without one. Writes to it count."""
-        return self.weight.gradient.tensor()
+        """Gradient on the host, in the parameter's shape and dtype, lazy until its numbers are needed; None without
+        one. Writes to it count."""
+        return self.weight.gradient.shown()
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from vbrt.kernels.update import Step
+from vbrt.training.full.clipping import Norms
 from vbrt.training.full.host_gradients import Complete
 from vbrt.training.full.optimizer_update import Prepared, Scaling, Updater
 from vbrt.training.full.streamed_parameter import StreamedWeight
@@ -73,13 +74,14 @@ class Ahead:
 
     Args:
         groups: the optimizer's.
+        norms: of the gradients.
         room: returns how many bytes of spare memory may be added now.
     """
 
     def __init__(
-        self, updater: Updater, weights: Iterable[StreamedWeight], groups: Groups, room: Callable[[], int]
+        self, updater: Updater, weights: Iterable[StreamedWeight], groups: Groups, norms: Norms, room: Callable[[], int]
     ) -> None:
-        self._updater, self._room = updater, room
+        self._updater, self._norms, self._room = updater, norms, room
         self._places = {id(weight): _Place(weakref.ref(weight)) for weight in weights}
         self._full, self._lock = False, threading.Lock()
         self._read(groups)
@@ -96,11 +98,23 @@ class Ahead:
         return sum(weight.state.spare.nbytes for weight in self._weights() if weight.state.spare is not None)
 
     def _complete(self, place: _Place, gradient: Complete) -> Callable[[], None] | None:
-        """Note a complete gradient; return what begins the weight's update, if it is to be made ahead."""
+        """Note a complete gradient; return what begins, once it has arrived: the weight's update, if it is to be made
+        ahead, and the norm, if the step will ask for it."""
         with self._lock:
-            return self._begun(place, gradient)
+            prepared = self._noted(place, gradient)
+        weight = place.weight()
+        if prepared is None and not self._norms.expected:
+            return None
 
-    def _begun(self, place: _Place, gradient: Complete) -> Callable[[], None] | None:
+        def arrived() -> None:
+            if self._norms.expected and weight is not None:
+                self._norms.begin(weight.gradient, gradient)
+            if prepared is not None:
+                self._updater.prepare(prepared)
+
+        return arrived
+
+    def _noted(self, place: _Place, gradient: Complete) -> Prepared | None:
         weight, group, before = place.weight(), place.group, place.note
         if before is not None:
             self._forget(place)
@@ -115,7 +129,7 @@ class Ahead:
         if place.trusted and before is None and state.spare is not None and not state.lent:
             prepared = Prepared(state, gradient.memory, step)
         place.note = _Note(gradient.key, step, state.reading, prepared, before is not None)
-        return None if prepared is None else partial(self._updater.prepare, prepared)
+        return prepared
 
     def claim(self, weight: StreamedWeight, step: Step) -> Prepared | None:
         """Return what was computed ahead for exactly this step, or None; and predict the next one."""
@@ -147,6 +161,7 @@ class Ahead:
 
     def end_step(self, groups: Groups) -> None:
         """End a step: discard what it has not taken, see who is in which group, and allocate spare memory."""
+        self._norms.end_step()
         with self._lock:
             self._read(groups)
             self._forget_all()

@@ -54,6 +54,10 @@ class Helpers:
         """Run each of the works once. Raises an error of one, once none is running."""
         self._crew.share(len(works), lambda i: works[i]())
 
+    def begin(self, work: Callable[..., object], *args: object) -> None:
+        """Run `work(*args)` in a thread of its own, beside other work; errors are printed."""
+        self._crew.give(work, *args)
+
     def stop(self) -> None:
         """End the threads. Idempotent."""
         self._crew.stop()
