@@ -150,7 +150,7 @@ def test_released_and_copied_blocks_have_their_own_function(graphs):
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_block_that_waits_for_the_gpu_stays_eager_and_the_process_usable(seen, monkeypatch):
     if not seen:  # before the capture
-        monkeypatch.setattr(recorded_blocks, "waits_noticed", lambda device: contextlib.nullcontext(lambda: False))
+        monkeypatch.setattr(recorded_blocks, "waits_noticed", lambda device: contextlib.nullcontext(lambda: ""))
     vb, model = adapted("cuda")
     attention = vb.module.model.layers[1].self_attn
     plain = attention.forward

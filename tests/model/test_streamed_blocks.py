@@ -47,9 +47,9 @@ class Models:
             return adapted(**kinds)
 
     def replays(self, *steps):
-        """Replays of blocks in recorded steps between changes; on a GPU the first pass may change attributes itself."""
-        most = sum(steps)
-        return [LAYERS * steps for steps in range(most - (self.device != "cpu"), most + 1)]
+        """Replays of blocks in recorded steps between changes; on a GPU a block's first pass may change attributes."""
+        most = LAYERS * sum(steps)
+        return range(most - LAYERS * (self.device != "cpu"), most + 1)
 
     def trained(self, model, steps, between=lambda step: None):
         return trained(model, steps, between, ids=self.ids)

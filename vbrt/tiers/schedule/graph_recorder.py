@@ -154,18 +154,18 @@ class GraphRecorder:
 
 
 @contextlib.contextmanager
-def waits_noticed(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Yield what tells whether a function of torch has waited for the GPU in the block: such a one cannot be captured.
-    Torch's mode for that is the process's, so that another thread's wait counts, too."""
+def waits_noticed(device: torch.device) -> Iterator[Callable[[], str]]:
+    """Yield what tells which line of Python has had torch wait for the GPU in the block, "" if none: such a one cannot
+    be captured. Torch's mode for that is the process's, so that another thread's wait counts, too."""
     if device.type != accelerator.TYPE:
-        yield lambda: False
+        yield lambda: ""
         return
     before = accelerator.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         accelerator.set_sync_debug_mode("warn")
         try:
-            yield lambda: any("synchronizing" in str(warning.message) for warning in said)
+            yield lambda: next((f"{w.filename}:{w.lineno}" for w in said if "synchronizing" in str(w.message)), "")
         finally:
             accelerator.set_sync_debug_mode(before)
 
