@@ -4,12 +4,19 @@ import random
 
 import pytest
 
-from vbrt.residency.host_slots import BATCHES, HostSlots, batch_pages, slots_wanted
+from vbrt.residency.host_slots import BATCHES, HostSlots, batch_pages, reserved_bytes, slots_wanted
 
 
 def test_at_most_a_quarter_of_many_slots_is_not_fixed_and_a_batch_takes_an_expert():
     assert [batch_pages(slots, 1) for slots in (3, 12, 24, 40, 4000)] == [1, 1, 2, 3, 32]
     assert batch_pages(6, 2) == 2 and slots_wanted(100, 2) == (6, 100 + 3 * 32)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_homes_leave_a_quarter_of_little_memory_to_slots_and_room_for_the_largest_batches_of_much(planes):
+    assert reserved_bytes(10, planes, 40) == 10 * slots_wanted(99, planes)[0]
+    assert reserved_bytes(10, planes, 40 * 24) == 10 * 24
+    assert reserved_bytes(10, planes, 10**9) == 10 * BATCHES * 32
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["BATCHES", "HostSlots", "Taken", "batch_pages", "slots_wanted"]
+__all__ = ["BATCHES", "HostSlots", "Taken", "batch_pages", "reserved_bytes", "slots_wanted"]
 
 #: batches whose slots are not fixed: one that the device copies from, and two that a prompt reads ahead
 BATCHES = 3
@@ -20,6 +20,18 @@ _SHARE = 4  # at most this part of the slots is not fixed, if they are many
 def slots_wanted(pages: int, planes: int) -> tuple[int, int]:
     """Return how many slots are needed, for experts of so many pages each, and with how many all pages are fixed."""
     return BATCHES * planes, pages + BATCHES * max(planes, _MOST)
+
+
+def reserved_bytes(page_bytes: int, planes: int, memory_bytes: int) -> int:
+    """Return the bytes of host memory that homes of pages leave to slots, if some experts live on a drive below: for
+    batches of the most pages, a quarter of the memory at most, but what is needed.
+
+    Args:
+        page_bytes: of an expert's largest page.
+        planes: pages of an expert.
+    """
+    least, most = BATCHES * planes, BATCHES * max(planes, _MOST)
+    return page_bytes * max(least, min(most, memory_bytes // (_SHARE * page_bytes)))
 
 
 def batch_pages(slots: int, planes: int) -> int:

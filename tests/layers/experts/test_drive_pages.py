@@ -280,6 +280,42 @@ def test_a_new_budget_makes_another_cache_and_the_thread_ends_with_it(on_drive):
 
 @dense
 @torch.no_grad()
+@pytest.mark.parametrize("steps", [[SLOTS * 2 + 2], [26, SLOTS * 2 + 2]], ids=["at once", "when host memory is full"])
+def test_experts_that_leave_the_gpu_leave_host_memory_slots_for_those_on_the_drive(on_drive, steps):
+    plain = qwen3_moe(count=EXPERTS)
+    vb = on_drive(copy.deepcopy(plain), 21, device_decides=False)
+    lease = 2 * PAGE
+    vb.stack.set_budget("gpu", 3 * EXPERTS * PAGE, lease)
+    assert {page.home for page in vb.stack.pages.values()} == {0}
+    for pages in steps:
+        vb.stack.set_budget("gpu", pages * PAGE, lease)
+    homes = [page.home for page in vb.stack.pages.values()]
+    assert homes.count(0) == 0 and homes.count(1) > 9 and homes.count(2) > 9
+    vb._attachment.expert_cache.follow()
+    assert len(cache_of(vb).drive._staged.slots) == 21 - homes.count(1) - 2 >= 5
+    layer, theirs = layer_of(vb.module), layer_of(plain)
+    for tokens in PASSES:
+        assert torch.equal(*both(layer, theirs, routed(tokens))), tokens
+    assert vb.stats().layers[layer.handle.spec.name].experts.decides == "gpu"
+    vb.close()
+
+
+@dense
+@torch.no_grad()
+def test_a_lower_budget_of_host_memory_leaves_slots_and_without_room_on_the_drive_homes_come_first(on_drive):
+    for drive, decides in ((None, True), (11, False)):
+        vb = on_drive(qwen3_moe(count=EXPERTS), 2 * EXPERTS, drive=drive or 99, device_decides=False)
+        vb.stack.rehome({key: "cpu" if n % 3 else "ssd" for n, key in enumerate(vb.stack.pages)})
+        vb.stack.set_budget("cpu", 24 * PAGE, 2 * PAGE)
+        homes = [page.home for page in vb.stack.pages.values()]
+        vb._attachment.expert_cache.follow()
+        assert (cache_of(vb) is not None) is decides, (homes.count(1), homes.count(2))
+        assert homes.count(1) == (11 if drive is None else 21)  # as many leave for copies as must
+        vb.close()
+
+
+@dense
+@torch.no_grad()
 def test_weights_are_read_and_saved_as_before(on_drive):
     plain = qwen3_moe(count=EXPERTS)
     vb = on_drive(copy.deepcopy(plain), 2 + 8)

@@ -147,6 +147,26 @@ def test_a_drive_that_is_too_slow_is_an_error_after_the_wait_and_the_model_goes_
     vb.close()
 
 
+@pytest.mark.parametrize("drive", [False, True], ids=["in host memory", "in part on a drive"])
+def test_experts_that_leave_the_gpu_are_decided_on_by_it(tmp_path, drive):
+    """A model that was whole on the GPU, in a smaller one: host memory is not filled to the brim with homes."""
+    made, settings = model(), {"weights": {"format": "nvfp4", "min_parameters": 0}, "experts": {"miss": "fetch"}}
+    plan = vbrt.make_plan(made, vbrt.config.load_config(settings))
+    experts, lease = sum(swap.page_bytes for swap in plan.swaps if swap.experts), plan.largest_layer_bytes
+    tiers = {"gpu": {"budget": "2GiB"}, "cpu": {"budget": (experts * 2 // 3 if drive else 4 * experts) + lease}}
+    tiers |= {"ssd": {"enabled": True, "path": str(tmp_path)}} if drive else {}
+    vb = vbrt.wrap(made, settings, tiers=tiers).materialize(progress=False)
+    assert {page.home for page in vb.stack.pages.values()} == {0}
+    want = generated(vb)
+    for share in (0.75, 0.5):
+        vb.set_budget("gpu", plan.page_bytes - experts + 2 * lease + int(share * experts))
+        assert torch.equal(generated(vb).sequences, want.sequences)
+        assert all(each.decides == "gpu" for each in experts_of(vb)), vb.stats().fallbacks
+    homes = {page.home for key, page in vb.stack.pages.items() if ".experts#" in key and "#cache" not in key}
+    assert homes == ({1, 2} if drive else {1}) and vb.stats().steps.eager == 0
+    vb.close()
+
+
 def test_new_budgets_and_weights_are_followed(tmp_path):
     vb = wrapped(model(), tmp_path)
     want = generated(vb)

@@ -14,6 +14,7 @@ import torch
 from vbrt.errors import TierError
 from vbrt.report.progress import Progress
 from vbrt.residency.expert_room import split_key
+from vbrt.residency.host_slots import reserved_bytes
 from vbrt.residency.room_division import spread
 from vbrt.tiers.stack.bounded_waits import Waiting
 from vbrt.tiers.stack.decider import Decider
@@ -24,6 +25,7 @@ from vbrt.tiers.stack.slots import Level, Owner, Page, Slot, State
 __all__ = ["Homes"]
 
 _PUT = "kernels of a device cache or of an embedding read it where it lies; close the cache or the model first"
+_ALL, _HALF, _NONE = float("inf"), 1, 0  # experts leave with others, by bytes per byte that must: see `_staying`
 _PASSING_PAGES = 4  # slots left for streamed pages when a budget shrinks: two leased, two prefetched
 
 
@@ -242,15 +244,44 @@ class Homes:
         """Return the pages that must be rehomed for a budget of `nbytes`, with their new homes."""
         routed = any(map(split_key, self._ledger.pages))  # streamed experts need room for one token's only
         passing = lease_bytes if lease_bytes and routed else max(self._passing_bytes(), lease_bytes)
-        passing = passing if level.keeps_copies else 0
-        leaving = self._too_many(level, nbytes, passing, with_cache=True)
-        try:
-            return self._new_homes(level, leaving)
-        except TierError:
-            return self._new_homes(level, self._too_many(level, nbytes, passing, with_cache=False))
+        decides = self._device_may_decide(level)  # only on experts of which none is at home on the GPU
+        for slots in (True, False):  # and, of those on a drive, with slots for them in host memory
+            own = passing + (self._slots_bytes(level, nbytes) if slots else 0)
+            for copies in (_ALL, _HALF, _NONE)[not decides :]:
+                leaving = self._too_many(level, nbytes, own if level.keeps_copies else 0, copies)
+                try:
+                    return self._new_homes(level, leaving, lease_bytes, slots=slots)
+                except TierError as error:
+                    refusal = error
+        raise refusal
 
-    def _too_many(self, level: Level, nbytes: int, passing: int, *, with_cache: bool) -> list[Page]:
-        """Return the pages that must leave for a budget of `nbytes`, `passing` bytes of it for streamed pages."""
+    def _device_may_decide(self, level: Level) -> bool:
+        """True for a GPU's memory, in front of host memory, if it may decide which experts are resident."""
+        below = (lower.tier for lower in self._ledger.levels[1:])
+        return (
+            not level.index
+            and level.policy.kind == "experts"
+            and any(tier.memory and tier.device.type == "cpu" for tier in below)
+        )
+
+    def _slots_bytes(self, level: Level, nbytes: int) -> int:
+        """Return the bytes of a budget that homes of pages leave to slots, from which the GPU reads experts on a drive:
+        in host memory between the two, where the GPU may decide which are resident."""
+        levels = self._ledger.levels
+        if level.index in (0, len(levels) - 1) or not level.keeps_copies or levels[0].policy.kind != "experts":
+            return 0
+        planes: dict[tuple[str, int], int] = {}
+        largest = 0
+        for key, page in self._ledger.pages.items():
+            parts = split_key(key)
+            if parts is not None:
+                expert = parts[0].rpartition("#")[0], parts[1]
+                planes[expert] = planes.get(expert, 0) + 1
+                largest = max(largest, page.nbytes + level.overhead_bytes)
+        return reserved_bytes(largest, max(planes.values()), nbytes) if largest else 0
+
+    def _too_many(self, level: Level, nbytes: int, passing: int, copies: float) -> list[Page]:
+        """Return the pages that leave for a budget of `nbytes`, `passing` bytes of it for streamed pages."""
         with self._guard.lock:
             self._decider.catch_up()
             living = {key: slot for key, slot in level.slots.items() if slot.at_home}
@@ -264,37 +295,41 @@ class Homes:
                 f"{sum(put.values())} bytes in place, which cannot move; resize or close the cache first"
             )
         others = {key: slot.charge for key, slot in living.items() if key not in put}
-        stay = _staying(others, nbytes - passing - sum(put.values()), with_cache=with_cache)
+        stay = _staying(others, nbytes - passing - sum(put.values()), copies)
         return [living[key].page for key in others if key not in stay]
 
     def _passing_bytes(self) -> int:
         passing = (page.nbytes for page in self._ledger.pages.values() if page.passes and page.put is None)
         return _PASSING_PAGES * max(passing, default=0)
 
-    def _new_homes(self, level: Level, pages: Sequence[Page]) -> list[tuple[Page, int]]:
-        """Return for each page the first tier below `level` with room, besides slots for pages from deeper tiers."""
-        homes = self._first_homes(level, pages, passing=0)
+    def _new_homes(
+        self, level: Level, pages: Sequence[Page], lease_bytes: int, *, slots: bool
+    ) -> list[tuple[Page, int]]:
+        """Return for each page the first tier below `level` with room, besides room for pages from deeper tiers to pass
+        and, with `slots`, for those of experts, which others give way to."""
+        below = self._ledger.levels[level.index + 1 :]
+        room = {lower: lower.free_bytes for lower in below}
+        homes = _first_homes(level, pages, dict(room))
         deepest = max((home for _, home in homes), default=0)
         deepest = max([deepest, *(page.home for page in self._ledger.pages.values())])
-        if deepest > level.index + 1:
-            homes = self._first_homes(level, pages, passing=self._passing_bytes())
-        return homes
+        if deepest <= level.index + 1:
+            return homes
+        passing, first = self._passing_bytes(), []
+        for lower in (lower for lower in below[:-1] if lower.keeps_copies):
+            own = self._slots_bytes(lower, lower.tier.capacity_bytes) if slots and pages else 0
+            room[lower] -= max(passing, lease_bytes) + own if own else passing
+            leaving = self._giving_way(lower, -room[lower]) if own and room[lower] < 0 else []
+            first += _first_homes(lower, leaving, room)
+            room[lower] += sum(page.nbytes + lower.overhead_bytes for page in leaving)
+        return first + _first_homes(level, pages, room)
 
-    def _first_homes(self, level: Level, pages: Sequence[Page], *, passing: int) -> list[tuple[Page, int]]:
-        """First fit, leaving `passing` bytes in every lower tier that pages from deeper tiers are copied through."""
-        below = self._ledger.levels[level.index + 1 :]
-        room = {lower: lower.free_bytes - passing * (lower is not below[-1] and lower.keeps_copies) for lower in below}
-        homes = []
-        for page in pages:
-            home = next((lower for lower in below if room[lower] >= page.nbytes + lower.overhead_bytes), None)
-            if home is None:
-                raise TierError(
-                    f"{page.key}: no tier below {level.tier.name} has room for {page.nbytes} more bytes; "
-                    "raise its budget first, or enable tiers.ssd"
-                )
-            room[home] -= page.nbytes + home.overhead_bytes
-            homes.append((page, home.index))
-        return homes
+    def _giving_way(self, level: Level, nbytes: int) -> list[Page]:
+        """Return experts at home in a tier that take so many bytes, evenly spread, as far as there are."""
+        with self._guard.lock:
+            living = {key: slot for key, slot in level.slots.items() if slot.at_home and slot.page.put is None}
+        sizes = {key: slot.charge for key, slot in living.items() if split_key(key)}
+        stay = set(spread(list(sizes), sizes, sum(sizes.values()) - nbytes))
+        return [living[key].page for key in sizes if key not in stay]
 
     def _rehome(self, page: Page, home: int) -> None:
         """Give a page another home, unless it was retired."""
@@ -331,17 +366,33 @@ class Homes:
             return True
 
 
-def _staying(sizes: Mapping[str, int], nbytes: int, *, with_cache: bool) -> set[str]:
+def _first_homes(level: Level, pages: Sequence[Page], room: dict[Level, int]) -> list[tuple[Page, int]]:
+    """First fit of pages that leave a tier: takes from the room of those below it."""
+    homes = []
+    for page in pages:
+        below = (lower for lower in room if lower.index > level.index)
+        home = next((lower for lower in below if room[lower] >= page.nbytes + lower.overhead_bytes), None)
+        if home is None:
+            raise TierError(
+                f"{page.key}: no tier below {level.tier.name} has room for {page.nbytes} more bytes; "
+                "raise its budget first, or enable tiers.ssd"
+            )
+        room[home] -= page.nbytes + home.overhead_bytes
+        homes.append((page, home.index))
+    return homes
+
+
+def _staying(sizes: Mapping[str, int], nbytes: int, copies: float) -> set[str]:
     """Return the keys of pages that may stay in `nbytes`: evenly spread, routed experts after all others.
 
-    with_cache: twice as many experts leave as must, so that as many copies of them can be cached.
+    copies: room for copies of experts that leave, of as many bytes more; infinite: all leave.
     """
     routed = {key: size for key, size in sizes.items() if split_key(key)}
     every = {key: size for key, size in sizes.items() if key not in routed}
     stay = set(spread(list(every), every, nbytes))
     room = nbytes - sum(every.values())
-    cache = max(0, sum(routed.values()) - room) if with_cache else 0
-    return stay | set(spread(list(routed), routed, room - cache))
+    leave = max(0, sum(routed.values()) - room)
+    return stay | set(spread(list(routed), routed, room - copies * leave if leave else room))
 
 
 def _deepest_first(move: tuple[Page, int]) -> tuple[bool, int]:
