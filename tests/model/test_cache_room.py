@@ -1,5 +1,7 @@
 """A device cache of experts follows the GPU's budget, with stand-ins for its kernels, and captures stay valid."""
 
+import copy
+
 import pytest
 import torch
 
@@ -29,15 +31,15 @@ def cached(monkeypatch):
     monkeypatch.setattr(runtime, "with_freed", lambda machine, tier, nbytes: machine)
     monkeypatch.setattr(runtime, "resolve_budget", lambda config, machine, tier: getattr(config.tiers, tier).budget)
 
-    def wrapped(slots, format="exact"):
-        model = qwen3_moe(count=EXPERTS, layers=LAYERS)
+    def wrapped(slots, format="exact", model=None, more=0):
+        model = qwen3_moe(count=EXPERTS, layers=LAYERS) if model is None else model
         vb = wrap_beside(monkeypatch, model, format, room=40)
         handles = [handle for handle in vb._attachment.registry.handles if isinstance(handle, ExpertsHandle)]
         row = sum(max(page.nbytes for page in h.pages[:: h.planes]) for h in handles)
         row += sum(max(page.nbytes for page in h.pages[1::2]) for h in handles if h.spec.fine)
         passes = max(sum(page.nbytes for page in h.pages[: TOP * h.planes]) for h in handles)
-        vb.stack.set_budget("gpu", slots * row + passes)
-        vb.runtime.budgets = {"gpu": slots * row + passes, **vb.runtime.budgets}
+        vb.stack.set_budget("gpu", slots * row + passes + more)
+        vb.runtime.budgets = {"gpu": slots * row + passes + more, **vb.runtime.budgets}
         caches = vb._attachment.expert_cache
         caches.follow()
         assert caches.lives, caches.fallbacks
@@ -65,6 +67,23 @@ def test_slots_give_way_and_come_back_without_a_change_of_the_stack(cached):
     assert seen == [8, 7, 6, 3, 6, 8] and cache.capacity_bytes == most
     assert caches._cache is cache and vb.stack.ledger.changes == changes
     assert vb.stats().layers["model.layers.0.mlp.experts"].experts.decides == "gpu"
+
+
+def test_what_is_left_where_slots_of_layers_differ_ends_no_cache(cached):
+    model = qwen3_moe(count=EXPERTS, layers=LAYERS)
+    with torch.no_grad():
+        weight = model.model.layers[2].mlp.experts.gate_up_proj
+        weight *= torch.where(torch.rand_like(weight) < 0.2, 40.0, 1.0)  # many escapes, and so large fine pages
+    _, caches, _ = cached(8, model=copy.deepcopy(model))
+    small, _, large = caches._cache.slot_bytes.values()
+    assert small < large
+    vb, caches, row = cached(8, model=model, more=2 * small + (small + large) // 2)  # a slot more in two layers
+    want, cache, budget = outputs(vb), caches._cache, vb.runtime.budgets["gpu"]
+    assert [cache.slots(layer) for layer in range(3)] == [9, 9, 8]
+    for less in (2, 0):
+        vb.set_budget("gpu", budget - less * row)
+        assert torch.equal(outputs(vb), want) and caches._cache is cache
+    assert [cache.slots(layer) for layer in range(3)] == [9, 9, 8]
 
 
 def test_a_cache_ends_where_a_budget_has_room_for_all_pages_or_for_more_slots(cached):

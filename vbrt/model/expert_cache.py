@@ -158,10 +158,7 @@ class ExpertCache:
 
     def outgrown(self, budget_bytes: int) -> bool:
         """True if a budget has room for more slots than the cache can have."""
-        cache = self._cache
-        return not cache.all_have_slots and self._left(budget_bytes) >= (
-            cache.most_bytes - cache.capacity_bytes + min(cache.slot_bytes.values())
-        )
+        return self._cache.outgrown(self._cache.capacity_bytes + self._left(budget_bytes))
 
     def give_way(self, nbytes: int) -> None:
         """Use so many bytes less; captured steps go on."""

@@ -131,7 +131,7 @@ class DeviceCache:
         keys, fine, scope: as given.
         recorded: True once a CUDA graph has captured leases; cleared when all such graphs are dropped.
         capacity_bytes: of all slots now.
-        most_bytes: of all slots that there may be.
+        made_for_bytes: room that the cache was made for, with all slots that it may have.
         slot_bytes: of a slot that takes any expert of a layer, by layer.
         drive: pages on a drive; None if all are in host memory.
 
@@ -178,7 +178,7 @@ class DeviceCache:
         layers, pools = self._rooms(capacity_bytes)
         self._name, self._pools = f"{experts[0][0]}#cache", pools
         self._division = SlotSegments(*zip(*((pool.slots, pool.page_bytes) for pool in pools), strict=True), segments)
-        self.most_bytes = self._division.nbytes[-1]
+        self.made_for_bytes = capacity_bytes
         keys = [key for keys in experts for key in keys]
         far = [key for key in keys if on_drive(stack, key)]
         near = keys if not far else [key for key in keys if not on_drive(stack, key)]
@@ -239,6 +239,11 @@ class DeviceCache:
     def least_bytes(self) -> int:
         """Bytes of the fewest segments that captured graphs may need."""
         return self._division.nbytes[self._division.least(self._needed) - 1]
+
+    def outgrown(self, room_bytes: int) -> bool:
+        """True if a room has place for more slots than the cache may have, and not all experts have one."""
+        smallest = min(pool.page_bytes for pool in self._pools)
+        return not self.all_have_slots and room_bytes >= self.made_for_bytes + smallest
 
     @property
     def all_have_slots(self) -> bool:
