@@ -115,8 +115,11 @@ def compare(seed, counts_of_layers, pages, slots, scope, leases, k=3, fine=None,
                 trace += [Announce(experts.keys(layer, part.ids)), experts.keys(layer, part.ids)]
                 with cache.lease_part(layer, part) as addresses:
                     check(experts, layer, part.ids, addresses)
+    sizes = experts.sizes
+    if scope == "model":  # slots of the largest
+        largest, sizes = (dict.fromkeys(of, max(sizes.values())) for of in (largest, sizes))
     policy = ExpertsPolicy(cache.capacity_bytes, prefetch=0, scope=scope, layers=largest)
-    want, resident = simulated(policy, [item for item in trace if item], experts.sizes)
+    want, resident = simulated(policy, [item for item in trace if item], sizes)
     assert counts(cache) == want, (seed, counts(cache), want)
     resident |= {key.replace("coarse", "fine") for key in resident if key.partition(".")[0] in experts.fine}
     assert cache.resident() == resident, (seed, cache.resident() ^ resident)

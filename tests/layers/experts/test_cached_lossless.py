@@ -101,6 +101,20 @@ def test_passes_of_any_size_give_the_bits_of_the_plain_module(decided, monkeypat
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("decided", ["exact", "exact, coded"], indirect=True)
+def test_layers_whose_fine_pages_differ_share_slots_that_take_the_largest(decided):
+    plain = qwen3_moe(count=EXPERTS)
+    weight = plain.model.layers[1].mlp.experts.gate_up_proj
+    weight *= torch.where(torch.rand_like(weight) < 0.2, 40.0, 1.0)  # many escapes
+    vb = decided(copy.deepcopy(plain), 5, "model")
+    cache = layer_of(vb.module).handle.deciding.cache.cache
+    assert len(set(cache.slot_bytes.values())) == 2 and len(cache._pools) == 1
+    for tokens in (1, 3, 2, 40, 1, 8):
+        for ours, theirs in zip(vb.module.model.layers, plain.model.layers, strict=True):
+            assert torch.equal(*both(ours.mlp.experts, theirs.mlp.experts, routed(tokens))), tokens
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("scope", ["layer", "model"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("together", [256 << 20, 3 * PAGE])

@@ -59,8 +59,9 @@ def test_hits_misses_residents_and_bytes_are_those_of_the_policy():
         print(compare(3, (5,), (5,), 9, "layer", 3))         # room for all, pages of more than a block
         print(compare(4, (13, 9), (1, 2), 4, "layer", 8, fine=(2, 0)))  # two planes, and one
         print(compare(5, (11, 11), (1, 1), 6, "model", 26, fine=(1, 1)))
+        print(compare(6, (11, 9), (1, 2), 6, "model", 26, fine=(2, 1)))  # layers of other sizes in slots of the largest
     """)
-    assert [int(n) > 10 for n in evicted] == [True, True, True, False, True, True], evicted
+    assert [int(n) > 10 for n in evicted] == [True, True, True, False, True, True, True], evicted
 
 
 @pytest.mark.exhaustive
@@ -76,6 +77,9 @@ def test_hits_misses_residents_and_bytes_are_those_of_the_policy_for_long(seed):
 
 #: by name; each prints what its test is about to read
 _INTERPRETED = {
+    "shared": """
+        print(compare(6, (11, 9), (1, 2), 4, "model", 12, fine=(2, 3)))
+    """,
     "hosted": """
         print(compare_hosted(0, 13, 5, [0, 0, 1, 2], 10))
         print(compare_hosted(1, 9, 4, [0, 1, 2, 3], 10))  # all, but for every second time
@@ -216,6 +220,10 @@ def test_what_is_on_a_drive_changes_no_decision_and_no_byte(printed):
     assert len(printed["drive"]) == 3 and all(int(count) > 5 for count in printed["drive"])
 
 
+def test_layers_of_other_sizes_share_slots_of_the_largest(printed):
+    assert int(printed["shared"][0]) > 5
+
+
 def test_a_scan_leaves_the_pages_that_are_used_most(printed):
     assert printed["scan"] == ["True", "True"]
 
@@ -261,7 +269,6 @@ def test_what_a_cache_cannot_do_is_refused_by_name():
     stack, layers = experts.stack, experts.layers
     for words, room, options, given in (
         (r"layer0: pages of 2 sizes", 9, {}, {"layer0": [layers["layer0"][0], layers["layer1"][0]]}),
-        (r'layer0: layers have pages of 2 sizes; .* policy\.scope = "layer"', 9, {"scope": "model"}, layers),
         (r"layer1: 0 bytes of a device cache have no room for a page of 8192 bytes", 1, {}, layers),
         (r"do not fit into tiers\.gpu\.budget = 81920", 999, {}, {"a": layers["layer0"] * 9}),
         (r"layer2: pages of 0 sizes", 9, {}, {"layer2": ["layer2.experts#coarse.0"]}),

@@ -6,7 +6,8 @@
 
 The pages live in pinned host memory, or some of them on a drive (`drive_pages.py`). The cache's share of the computing
 tier's budget is cut into equal slots; tables on the device map pages to slots (`vbrt.kernels.cuda.experts.residency`).
-Eviction follows the policy `experts`: counts equal those of `vbrt.simulate` for the same routing.
+Eviction follows the policy `experts`: counts equal those of `vbrt.simulate` for the same routing, and pages of the
+slots' sizes.
 
 **Segments.** Slots lie in a few `Arena`s (`residency/slot_segments.py`). Kernels read from tables where each slot lies
 and how many there are, so that `resize` frees the last segments, whose pages are not resident any more, or allocates
@@ -132,13 +133,13 @@ class DeviceCache:
         recorded: True once a CUDA graph has captured leases; cleared when all such graphs are dropped.
         capacity_bytes: of all slots now.
         made_for_bytes: room that the cache was made for, with all slots that it may have.
-        slot_bytes: of a slot that takes any expert of a layer, by layer.
+        slot_bytes: of a slot that takes any expert of a layer, by layer; slots that layers share take the largest.
         drive: pages on a drive; None if all are in host memory.
 
     Raises:
-        TierError: pages are neither in pinned host memory nor on a drive below it, or layers that share slots take
-            slots of several sizes; a budget has no room, or `capacity_bytes` none for a slot of each layer. Nothing has
-            changed then: leases of the stack work, with the host deciding.
+        TierError: pages are neither in pinned host memory nor on a drive below it; coarse pages of a layer have several
+            sizes; a budget has no room, or `capacity_bytes` none for a slot of each layer. Nothing has changed then:
+            leases of the stack work, with the host deciding.
     """
 
     def __init__(
@@ -314,19 +315,15 @@ class DeviceCache:
         return self._stack.levels[page.home].slots[page.key].view
 
     def _rooms(self, capacity_bytes: int) -> tuple[list[Experts], list[PoolRoom]]:
-        by_layer = self.scope == "layer"
-        if not by_layer and len(set(self.slot_bytes.values())) > 1:
-            raise TierError(
-                f"{self.layers[0]}: layers have pages of {len(set(self.slot_bytes.values()))} sizes; a device cache "
-                'that they share takes equal ones: set policy.scope = "layer"'
-            )
+        by_layer, largest = self.scope == "layer", max(self.slot_bytes.values())
         room = ExpertRoom(by_layer=by_layer, layers=self.slot_bytes)
         room.resize(capacity_bytes)
         shares = room.shares() if by_layer else {self.layers[0]: capacity_bytes}
         experts = {name: len(keys) for name, keys in self.keys.items()}
         most = experts if by_layer else {self.layers[0]: sum(experts.values())}
         layers = len(self.keys) if not by_layer else 1
-        pools = [_pool(name, share, self.slot_bytes[name], most[name], layers) for name, share in shares.items()]
+        sizes = self.slot_bytes if by_layer else {self.layers[0]: largest}
+        pools = [_pool(name, share, sizes[name], most[name], layers) for name, share in shares.items()]
         return [Experts(count, i if by_layer else 0) for i, count in enumerate(experts.values())], pools
 
     # -- slots that pools lend to prompts -----------------------------------------------------------------------------
