@@ -1,12 +1,15 @@
 """Training as people type it: transformers' and PEFT's own models, `loss.backward()`, `optimizer.step()`, beside peers.
 
-    python scripts/typed_training.py [lora] [full] [--tokens 2048 8192] [--layers 32] [--profile] [--out FILE]
+    python scripts/typed_training.py [lora] [full] [gpt2] [qwen3] [vit] [--tokens 2048 8192] [--profile] [--out FILE]
     python scripts/typed_training.py --table     # the table of docs/training.md, from benchmarks/results
 
 - lora: adapters by PEFT, r = 16 on q and v, gradient checkpointing, of a Llama of the 8B shape: in bf16, in 4 bits with
   all pages on the GPU and with 1 GiB of them, and with bitsandbytes' NF4 where it is installed.
-- full: AdamW over LlamaForCausalLM of 1.2 B fp32 parameters under autocast: resident, from the tiers with activations
-  kept, computed again and offloaded, torchao's CPUOffloadOptimizer and FSDP2's CPUOffloadPolicy.
+- full: AdamW over LlamaForCausalLM of 1.2 B fp32 parameters under autocast: by Trainer, which clips, and by a loop;
+  resident, from the tiers with activations kept, computed again and offloaded, torchao's CPUOffloadOptimizer and
+  FSDP2's CPUOffloadPolicy.
+- gpt2, qwen3, vit: the same loop over GPT2LMHeadModel (0.8 B), Qwen3ForCausalLM (0.6 B) and ViTForImageClassification
+  (0.6 B, whose tokens are patches of 14 x 14), resident and from the tiers.
 
 Ways take turns in one process, each with the memory of the others freed. A row: milliseconds a step (median), tokens a
 second, the allocator's peak, the first losses; `--profile` adds what the GPU did in one step. Link, update and both
@@ -14,9 +17,12 @@ passes by themselves stand beside "full".
 """
 
 import argparse
+import functools
 import gc
 import json
+import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -47,17 +53,21 @@ MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed 
 _TITLES = {
     "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
     "full": "AdamW, LlamaForCausalLM of 1.2 B fp32 parameters under autocast",
+    "gpt2": "AdamW, GPT2LMHeadModel of 0.8 B fp32 parameters under autocast",
+    "qwen3": "AdamW, Qwen3ForCausalLM of 0.6 B fp32 parameters under autocast",
+    "vit": "AdamW, ViTForImageClassification of 0.6 B fp32 parameters under autocast",
 }
 
-Step = Callable[[Tensor], Tensor]
+Batch = dict[str, Tensor]
+Step = Callable[[Batch], Tensor]
 
 
 def typed(model: Any, optimizer: Any, *, autocast: bool = False) -> Step:
     """The loop of a tutorial."""
 
-    def step(ids: Tensor) -> Tensor:
+    def step(batch: Batch) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -80,7 +90,9 @@ def adapted(model: nn.Module) -> Step:
 
 
 def base(options: argparse.Namespace, device: str = DEVICE) -> nn.Module:
-    return llama_8b(options.layers, device) if DEVICE == "cuda" else llama(SMALL, torch.bfloat16)
+    model = llama_8b(options.layers, device) if DEVICE == "cuda" else llama(SMALL, torch.bfloat16)
+    model.config.use_cache = False
+    return model
 
 
 def bf16(options: argparse.Namespace) -> Step:
@@ -122,28 +134,92 @@ def llama(shape: Llama, dtype: torch.dtype = torch.float32) -> nn.Module:
         return draw_(llama_of(shape).to(dtype)).train()
 
 
-def trainee() -> nn.Module:
-    return llama(SHAPE if DEVICE == "cuda" else SMALL)
+def gpt2() -> nn.Module:
+    """The shape of gpt2-large."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 36, "n_embd": 1280, "n_head": 20}
+    if DEVICE == "cpu":
+        sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, n_positions=CONTEXT))
 
 
-def recomputing() -> nn.Module:
-    model = trainee()
+def qwen3() -> nn.Module:
+    """The shape of Qwen3-0.6B."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936}
+    if DEVICE == "cpu":
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True))
+
+
+def vit() -> nn.Module:
+    """The shape of vit-huge-patch14-224."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
+    if DEVICE == "cpu":
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(**sizes, patch_size=14, image_size=224, num_labels=1000))
+
+
+MODELS = {"gpt2": gpt2, "qwen3": qwen3, "vit": vit}
+
+
+def trainee(options: argparse.Namespace) -> nn.Module:
+    """The model of a family, without dropout, which would draw other numbers where blocks are computed again."""
+    if options.family not in MODELS:
+        model = llama(SHAPE if DEVICE == "cuda" else SMALL)
+        model.config.use_cache = False
+        return model
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = MODELS[options.family]()
+    model.config.use_cache = False
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def batch_of(family: str, tokens: int) -> Batch:
+    """A batch of so many tokens."""
+    torch.manual_seed(0)
+    if family == "vit":
+        images = max(1, tokens // 256)
+        return {
+            "pixel_values": torch.randn(images, 3, 224, 224, device=DEVICE),
+            "labels": torch.randint(0, 1000, (images,), device=DEVICE),
+        }
+    ids = torch.randint(0, 256, (max(1, tokens // CONTEXT), min(tokens, CONTEXT)), device=DEVICE)
+    return {"input_ids": ids, "labels": ids}
+
+
+def recomputing(options: argparse.Namespace) -> nn.Module:
+    model = trainee(options)
     model.gradient_checkpointing_enable()
     return model
 
 
-def resident(options: argparse.Namespace) -> Step:
-    model = recomputing()
+def resident(options: argparse.Namespace, *, recompute: bool = True) -> Step:
+    model = recomputing(options) if recompute else trainee(options)
     return typed(model, torch.optim.AdamW(model.parameters(), LR, fused=True), autocast=True)
+
+
+def in_tiers(options: argparse.Namespace, activations: str) -> tuple[vbrt.VBFullWrapper, torch.optim.Optimizer]:
+    model = trainee(options)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
+    repeated = (p for name, p in model.named_parameters() if any(part.isdigit() for part in name.split(".")))
+    page = 2 * max(weight.numel() for weight in repeated)
+    tiers = {"gpu": {"budget": _SLOTS * page}} if DEVICE == "cuda" else {"gpu": {"enabled": False}}
+    return vbrt.wrap(model, "full", optimizer=optimizer, tiers=tiers, training={"activations": activations}), optimizer
 
 
 def from_tiers(activations: str) -> Callable[[argparse.Namespace], Step]:
     def make(options: argparse.Namespace) -> Step:
-        model = trainee()
-        optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
-        page = 2 * max(weight.numel() for name, weight in model.named_parameters() if "layers." in name)
-        tiers = {"gpu": {"budget": _SLOTS * page}} if DEVICE == "cuda" else {"gpu": {"enabled": False}}
-        vb = vbrt.wrap(model, "full", optimizer=optimizer, tiers=tiers, training={"activations": activations})
+        vb, optimizer = in_tiers(options, activations)
         step = typed(vb, optimizer, autocast=True)
         step.vb = vb  # type: ignore[attr-defined]
         return step
@@ -151,10 +227,69 @@ def from_tiers(activations: str) -> Callable[[argparse.Namespace], Step]:
     return make
 
 
+class Trainer:
+    """transformers' Trainer over a model, with what it does by itself: it clips, and steps a schedule."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, *, recompute: bool) -> None:
+        self.model, self.optimizer, self.recompute = model, optimizer, recompute
+
+    def measured(self, batch: Batch, *, steps: int, warm: int) -> dict:
+        """What `full_models.measured` returns, and the first losses."""
+        import transformers
+
+        rows = [{name: value[at].cpu() for name, value in batch.items()} for at in range(len(batch["labels"]))]
+        watch, count = _Watch(warm), steps + warm
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = transformers.TrainingArguments(
+                folder, max_steps=count, per_device_train_batch_size=len(rows), learning_rate=LR, bf16=True,
+                gradient_checkpointing=self.recompute, use_cpu=DEVICE == "cpu", logging_strategy="no",
+                save_strategy="no", report_to=[], disable_tqdm=True,
+            )  # fmt: skip
+            trainer = transformers.Trainer(
+                self.model, arguments, train_dataset=rows * count, optimizers=(self.optimizer, None), callbacks=[watch]
+            )
+            trainer.train()
+        return watch.found()
+
+
+def _Watch(warm: int) -> Any:
+    """A callback of Trainer that times steps, after `warm` ones."""
+    import transformers
+
+    class Watch(transformers.TrainerCallback):
+        began, spans = 0.0, ()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            waited()
+            if state.global_step == warm and DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            waited()
+            self.spans = (*self.spans, time.perf_counter() - self.began)
+
+        def found(self) -> dict:
+            spans = self.spans[warm:]
+            found = {"seconds": statistics.median(spans), "each": [round(span, 4) for span in spans]}
+            return found | ({"peak_bytes": torch.cuda.max_memory_allocated()} if DEVICE == "cuda" else {})
+
+    return Watch()
+
+
+def trainer_resident(options: argparse.Namespace) -> Trainer:
+    model = trainee(options)
+    return Trainer(model, torch.optim.AdamW(model.parameters(), LR, fused=True), recompute=True)
+
+
+def trainer_from_tiers(options: argparse.Namespace) -> Trainer:
+    return Trainer(*in_tiers(options, "recompute"), recompute=False)
+
+
 def torchao(options: argparse.Namespace) -> Step:
     from torchao.optim import CPUOffloadOptimizer
 
-    model = recomputing()
+    model = recomputing(options)
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=LR, fused=True)
     return typed(model, optimizer, autocast=True)
 
@@ -165,7 +300,7 @@ def fsdp2(options: argparse.Namespace) -> Step:
 
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    model = recomputing()
+    model = recomputing(options)
     how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "offload_policy": CPUOffloadPolicy()}
     for block in model.model.layers:
         fully_shard(block, **how)
@@ -174,15 +309,22 @@ def fsdp2(options: argparse.Namespace) -> Step:
 
 
 LORA = {"bf16": bf16, "vbrt fp4": fp4, "vbrt fp4, 1 GiB of pages": fp4_streamed, "bitsandbytes NF4": bitsandbytes_nf4}
-FULL = {
-    "resident, recomputed": resident,
-    "vbrt, recomputed": from_tiers("recompute"),
+RESIDENT = {"resident, kept": functools.partial(resident, recompute=False), "resident, recomputed": resident}
+TIERS = {
     "vbrt, kept": from_tiers("keep"),
+    "vbrt, recomputed": from_tiers("recompute"),
     "vbrt, offloaded": from_tiers("offload"),
+}
+FULL = {
+    "Trainer, resident, recomputed": trainer_resident,
+    "Trainer, vbrt, recomputed": trainer_from_tiers,
+    "resident, recomputed": resident,
+    **TIERS,
     "torchao CPUOffloadOptimizer": torchao,
     "FSDP2, CPUOffloadPolicy": fsdp2,
 }
-SIZES = {"lora": (2048, 8192), "full": (16384, 8192)}
+WAYS = {"lora": LORA, "full": FULL, **dict.fromkeys(MODELS, RESIDENT | TIERS)}
+SIZES = {"lora": (2048, 8192), **dict.fromkeys(("full", *MODELS), (16384, 8192))}
 
 
 def moved_by(vb: Any, run: Callable[[], object]) -> dict:
@@ -198,13 +340,13 @@ def moved_by(vb: Any, run: Callable[[], object]) -> dict:
     return {"passes_s": seconds, "moved_bytes": moved, "link_s": link_s, "fallbacks": list(vb.stats().fallbacks)}
 
 
-def apart(vb: Any, ids: Tensor) -> dict:
+def apart(vb: Any, batch: Batch) -> dict:
     """Seconds of both passes, and of the update by itself; bytes moved, and the link's time for them."""
     vb.settle()
 
     def both() -> None:
         with torch.autocast(DEVICE, torch.bfloat16):
-            loss = vb(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = vb(**batch).loss
         loss.backward()
 
     passes = moved_by(vb, both)
@@ -216,28 +358,32 @@ def apart(vb: Any, ids: Tensor) -> dict:
     return {**passes, "update_s": update}
 
 
-def row_of(make: Callable[[argparse.Namespace], Step], tokens: list[int], options: argparse.Namespace) -> dict:
+def row_of(
+    make: Callable[[argparse.Namespace], Step | Trainer], tokens: list[int], options: argparse.Namespace
+) -> dict:
     """Make one way, and measure it with each number of tokens."""
     start = time.perf_counter()
     step = make(options)
     waited()
     found: dict[str, Any] = {"ready_s": round(time.perf_counter() - start, 1)}
     for number in tokens:
-        torch.manual_seed(0)
-        ids = torch.randint(0, 256, (max(1, number // CONTEXT), min(number, CONTEXT)), device=DEVICE)
-        losses = [step(ids).item() for _ in range(2)]
-        one = measured(lambda ids=ids: step(ids), steps=options.steps, warm=1)
-        one |= {"losses": losses, "tokens_per_s": number / one["seconds"]}
-        one |= {"profile": profiled(lambda ids=ids: step(ids))} if options.profile else {}
-        one |= apart(step.vb, ids) if hasattr(step, "vb") else {}
-        one |= moved_by(step.streams, lambda ids=ids: step(ids)) if hasattr(step, "streams") else {}
-        found[str(number)] = one
+        batch = batch_of(options.family, number)
+        if isinstance(step, Trainer):
+            one = step.measured(batch, steps=options.steps, warm=3)
+        else:
+            losses = [step(batch).item() for _ in range(2)]
+            one = measured(lambda batch=batch: step(batch), steps=options.steps, warm=1) | {"losses": losses}
+            one |= {"profile": profiled(lambda batch=batch: step(batch))} if options.profile else {}
+            one |= apart(step.vb, batch) if hasattr(step, "vb") else {}
+            one |= moved_by(step.streams, lambda batch=batch: step(batch)) if hasattr(step, "streams") else {}
+        found[str(number)] = one | {"tokens_per_s": number / one["seconds"]}
     return found
 
 
 def measured_ways(family: str, options: argparse.Namespace) -> dict:
     """Measure all ways of a family in turn, and print a table."""
-    ways = {name: way for name, way in {"lora": LORA, "full": FULL}[family].items() if name in (options.only or [name])}
+    options.family = family
+    ways = {name: way for name, way in WAYS[family].items() if name in (options.only or [name])}
     tokens = options.tokens or (SIZES[family] if DEVICE == "cuda" else (64,))
     rows = {}
     for name, make in ways.items():
@@ -271,14 +417,16 @@ def tables() -> str:
     heads = "by", "tokens a step", "ms a step", "tokens/s", "speed, of the run's first row", "GPU memory, GB"
     parts = []
     for family, title in _TITLES.items():
-        rows = [row for run, result in enumerate(results, 1) for row in _rows(result[family], run)]
+        rows = [row for run, result in enumerate(results, 1) for row in _rows(result.get(family, {}), run)]
+        if not rows:
+            continue
         parts.append("\n".join([f"{title}:", "", *markdown_table(heads, rows)]))
     files = " and ".join(f"`{path.relative_to(ROOT)}`" for path in RESULTS)
     return "\n\n".join([*parts, f"Two runs, on hosts of their own, {results[0]['machine']['gpu']}: {files}."])
 
 
 def _rows(ways: dict, run: int) -> Iterator[tuple[str, ...]]:
-    first = next(iter(ways.values()))
+    first = next(iter(ways.values()), {})
     for name, found in ways.items():
         for tokens in (key for key in found if key.isdigit()):
             one, beside = found[tokens], first[tokens]["seconds"] / found[tokens]["seconds"]
@@ -288,7 +436,7 @@ def _rows(ways: dict, run: int) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("families", nargs="*", choices=["lora", "full", []], default=[])
+    parser.add_argument("families", nargs="*", choices=[*WAYS, []], default=[])
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)

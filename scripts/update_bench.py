@@ -9,6 +9,11 @@ what memory gives to an in-place sum of two arrays. First the bits of all rules 
 
 Reports what updates of weights of that size and a main thread that calls small layers, as one that launches a GPU's
 work does, cost each other: both alone, and beside each other.
+
+    python -m scripts.update_bench --clip [--weight 4194304]
+
+Reports milliseconds of torch's own clip_grad_norm_ over eight weights in the tiers, with accelerate's reads of their
+gradients before it, and of the step behind it: with a norm that clips nothing, and one that scales.
 """
 
 import argparse
@@ -22,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import vbrt
 from scripts.measuring import interleaved, machine, seconds
 from vbrt.kernels import update as reference
 from vbrt.kernels.cpu import update as compiled
@@ -195,6 +201,31 @@ def beside(arrays: Arrays, threads: int, weight: int, times: int) -> dict[str, f
     return {name: statistics.median(row[name] for row in found) for name in found[0]}
 
 
+def clipped(weight: int, limit: float, times: int) -> dict[str, float]:
+    """Medians of clipping as Trainer does it, and of the step behind it."""
+    width = int(weight**0.5)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    optimizer, x, found = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), torch.randn(8, width), []
+    with vbrt.wrap(model, "full", optimizer=optimizer) as vb:
+        parameters = list(vb.parameters())
+
+        def clip() -> None:
+            assert all(p.grad is not None for p in parameters)
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+        def step() -> None:
+            optimizer.step()
+            vb.settle()
+
+        for _ in range(times + 1):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = vb(x).float().square().mean()
+            loss.backward()
+            found.append({"clip, ms": 1e3 * seconds(clip), "step, ms": 1e3 * seconds(step)})
+            vb.zero_grad()
+    return {name: statistics.median(row[name] for row in found[1:]) for name in found[0]}
+
+
 def same_bits() -> dict[str, bool]:
     """Compare a step of each rule with torch's own, at lengths with all rests."""
     same = {}
@@ -220,9 +251,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[cores()])
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--beside", action="store_true", help="time updates and a main thread beside each other")
-    parser.add_argument("--weight", type=int, default=3 << 20, help="parameters of a weight, of --beside")
+    parser.add_argument("--clip", action="store_true", help="time clipping by torch, and the step behind it")
+    parser.add_argument("--weight", type=int, default=3 << 20, help="parameters of a weight, of --beside and --clip")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.clip:
+        for name, limit in (("clips nothing", 1e9), ("scales", 1e-3)):
+            figures = clipped(options.weight, limit, options.times)
+            print(name, "  ".join(f"{name} {one:.1f}" for name, one in figures.items()))
+        return
     refused = compiled.refusal(torch.device("cpu"))
     result = {
         "machine": machine(), "refused": refused, "same bits as torch": same_bits() if refused is None else {},

@@ -10,15 +10,37 @@ from scripts import typed_training as typed
 OPTIONS = {"layers": 2, "steps": 1, "profile": False}
 
 
-@pytest.mark.parametrize("family, names", [("full", ["resident, recomputed", "vbrt, offloaded"]), ("lora", ["bf16"])])
+@pytest.mark.parametrize(
+    "family, names",
+    [
+        ("full", ["resident, recomputed", "vbrt, offloaded"]),
+        ("lora", ["bf16"]),
+        *((family, ["resident, kept", "vbrt, recomputed"]) for family in typed.MODELS),
+    ],
+)
 def test_ways_begin_with_the_loss_of_the_plain_model(family, names):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    ways = {"full": typed.FULL, "lora": typed.LORA}[family]
-    rows = [typed.row_of(ways[name], [32], argparse.Namespace(**OPTIONS))["32"] for name in names]
+    options = argparse.Namespace(**OPTIONS, family=family)
+    rows = [typed.row_of(typed.WAYS[family][name], [32], options)["32"] for name in names]
     assert all(row["losses"] == rows[0]["losses"] and row["losses"][1] < row["losses"][0] for row in rows)
     assert all(row["seconds"] > 0 for row in rows)
     torch.manual_seed(0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_is_timed_as_it_is():
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    options = argparse.Namespace(**OPTIONS, family="full")
+    try:
+        for name in ("Trainer, resident, recomputed", "Trainer, vbrt, recomputed"):
+            row = typed.row_of(typed.FULL[name], [32], options)["32"]
+            assert len(row["each"]) == 1 and row["seconds"] > 0
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_the_page_has_what_was_measured():
