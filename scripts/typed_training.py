@@ -358,6 +358,15 @@ def apart(vb: Any, batch: Batch) -> dict:
     return {**passes, "update_s": update}
 
 
+def updates_of(step: Any) -> dict[str, int]:
+    """Counters of updates so far, of a way from the tiers."""
+    if not hasattr(step, "vb"):
+        return {}
+    step.vb.settle()
+    found = step.vb.stats().updates
+    return {name: getattr(found, name) for name in ("ahead", "discarded", "wait_us", "update_us")}
+
+
 def row_of(
     make: Callable[[argparse.Namespace], Step | Trainer], tokens: list[int], options: argparse.Namespace
 ) -> dict:
@@ -372,8 +381,10 @@ def row_of(
             one = step.measured(batch, steps=options.steps, warm=3)
         else:
             losses = [step(batch).item() for _ in range(2)]
+            before = updates_of(step)
             one = measured(lambda batch=batch: step(batch), steps=options.steps, warm=1) | {"losses": losses}
             one |= {"profile": profiled(lambda batch=batch: step(batch))} if options.profile else {}
+            one |= {"updates": {name: now - before[name] for name, now in updates_of(step).items()}}
             one |= apart(step.vb, batch) if hasattr(step, "vb") else {}
             one |= moved_by(step.streams, lambda batch=batch: step(batch)) if hasattr(step, "streams") else {}
         found[str(number)] = one | {"tokens_per_s": number / one["seconds"]}

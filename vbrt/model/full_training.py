@@ -138,6 +138,7 @@ class FullAttachment(Attachment):
             updater.ahead,
             updater.discarded,
             0 if self.ahead is None else self.ahead.spare_bytes,
+            updater.helpers.busy_ns // 1000,
         )
         return replace(found, updates=updates)
 

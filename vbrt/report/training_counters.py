@@ -24,6 +24,7 @@ class UpdateStats:
         ahead: updates made within the backward pass, before the step.
         discarded: updates made so that no step took: gradients, settings or states had changed.
         spare_bytes: of host memory, within the budgets, for updates before the step.
+        update_us: time that updates computed, in the background.
     """
 
     kernel: str
@@ -36,6 +37,7 @@ class UpdateStats:
     ahead: int = 0
     discarded: int = 0
     spare_bytes: int = 0
+    update_us: int = 0
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -55,5 +57,6 @@ class UpdateStats:
         """Return the counters that `str` leaves out, as text."""
         return (
             f"updates: {self.waiting} in flight · {self.discarded} made before their step and discarded · "
-            f"{format_bytes(self.spare_bytes)} spare · {format_bytes(self.refreshed_bytes)} written to cached pages"
+            f"{self.update_us / 1e3:.1f} ms of computing · {format_bytes(self.spare_bytes)} spare · "
+            f"{format_bytes(self.refreshed_bytes)} written to cached pages"
         )

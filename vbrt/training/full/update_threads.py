@@ -6,6 +6,7 @@ the speed of a main thread that launches kernels, and wait for the GIL nearly as
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 
 from vbrt.host.worker_threads import Crew
@@ -28,15 +29,25 @@ class Helpers:
 
     Args:
         threads: including the caller.
+
+    Attributes:
+        busy_ns: time of all calls of `run`.
     """
 
     def __init__(self, threads: int) -> None:
-        self.threads = max(1, threads)
+        self.threads, self.busy_ns = max(1, threads), 0
         self._crew = Crew(self.threads - 1)
         self._team: UpdateTeam | None = None
 
     def run(self, count: int, part: Part) -> None:
         """Run `part(begin, end)` over [0, count). Raises a part's error, once none is running."""
+        start = time.perf_counter_ns()
+        try:
+            self._run(count, part)
+        finally:
+            self.busy_ns += time.perf_counter_ns() - start
+
+    def _run(self, count: int, part: Part) -> None:
         if isinstance(part, TeamPart):
             part.by_team(self._own_team(), count)
             return
