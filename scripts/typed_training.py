@@ -1,10 +1,12 @@
 """Training as people type it: transformers' and PEFT's own models, `loss.backward()`, `optimizer.step()`, beside peers.
 
-    python scripts/typed_training.py [lora] [full] [gpt2] [qwen3] [vit] [--tokens 2048 8192] [--profile] [--out FILE]
+    python scripts/typed_training.py [lora] [experts] [full] [gpt2] [qwen3] [vit] [--tokens 2048] [--out FILE]
     python scripts/typed_training.py --table     # the table of docs/training.md, from benchmarks/results
 
 - lora: adapters by PEFT, r = 16 on q and v, gradient checkpointing, of a Llama of the 8B shape: in bf16, in 4 bits with
   all pages on the GPU and with 1 GiB of them, and with bitsandbytes' NF4 where it is installed.
+- experts: the same on all routed experts, by `target_parameters`, of 8 layers of Qwen3-30B-A3B's shape: in bf16, in 4
+  bits with all experts on the GPU, and with a quarter of them; with the bytes of adapters, gradients and moments.
 - full: AdamW over LlamaForCausalLM of 1.2 B fp32 parameters under autocast: by Trainer, which clips, and by a loop;
   resident, from the tiers with activations kept, computed again and offloaded, torchao's CPUOffloadOptimizer and
   FSDP2's CPUOffloadPolicy.
@@ -36,6 +38,7 @@ import torch  # after the checkout is on the path
 from torch import Tensor, nn
 
 import vbrt
+from scripts import experts_decode
 from scripts.full_models import DEVICE, Llama, draw_, emptied, llama_of, measured, no_init_weights, waited
 from scripts.full_profile import profiled
 from scripts.full_runs import link_rate
@@ -52,6 +55,7 @@ RESULTS = [ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.j
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {
     "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
+    "experts": "LoRA by PEFT, r = 16 on all routed experts, gradient checkpointing, 8 layers of Qwen3-30B-A3B's shape",
     "full": "AdamW, LlamaForCausalLM of 1.2 B fp32 parameters under autocast",
     "gpt2": "AdamW, GPT2LMHeadModel of 0.8 B fp32 parameters under autocast",
     "qwen3": "AdamW, Qwen3ForCausalLM of 0.6 B fp32 parameters under autocast",
@@ -79,14 +83,18 @@ def typed(model: Any, optimizer: Any, *, autocast: bool = False) -> Step:
 # -- LoRA --------------------------------------------------------------------------------------------------------------
 
 
-def adapted(model: nn.Module) -> Step:
-    """A model with adapters, as PEFT's documentation has it."""
+def adapted(model: nn.Module, **targets: list[str]) -> Step:
+    """A model with adapters, on q and v or other targets, as PEFT's documentation has it."""
     from peft import LoraConfig, get_peft_model
 
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
-    adapters = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).train()
-    return typed(adapters, torch.optim.AdamW([weight for weight in adapters.parameters() if weight.requires_grad], LR))
+    config = LoraConfig(r=16, **(targets or {"target_modules": ["q_proj", "v_proj"]}))
+    adapters = get_peft_model(model, config).train()
+    trained = [weight for weight in adapters.parameters() if weight.requires_grad]
+    step = typed(adapters, torch.optim.AdamW(trained, LR))
+    step.adapter_bytes = 4 * sum(weight.nbytes for weight in trained)  # type: ignore[attr-defined]  # and moments
+    return step
 
 
 def base(options: argparse.Namespace, device: str = DEVICE) -> nn.Module:
@@ -123,6 +131,36 @@ def bitsandbytes_nf4(options: argparse.Namespace) -> Step:
             four.weight = bnb.nn.Params4bit(layer.weight.detach().cpu(), requires_grad=False, quant_type="nf4")
             model.set_submodule(name, four.to(DEVICE))
     return adapted(model)
+
+
+_EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+def mixture(options: argparse.Namespace) -> nn.Module:
+    if DEVICE == "cuda":
+        return experts_decode.build(options.layers, torch.device("cuda", 0))
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
+    return experts_decode.build(2, torch.device("cpu"), **sizes)
+
+
+def experts_bf16(options: argparse.Namespace) -> Step:
+    return adapted(mixture(options), **_EXPERTS)
+
+
+def experts_fp4(options: argparse.Namespace) -> Step:
+    return adapted(vbrt.wrap(mixture(options), "fp4").materialize(), **_EXPERTS)
+
+
+def experts_streamed(options: argparse.Namespace) -> Step:
+    """With room for a quarter of the experts, beside all other pages."""
+    vb = vbrt.wrap(mixture(options), "fp4", policy={"kind": "experts"}).materialize()
+    if DEVICE == "cuda":
+        experts_decode.put_below(vb)
+        vb.set_budget("gpu", experts_decode.budget_of(vb, 0.25))
+    step = adapted(vb, **_EXPERTS)
+    step.streams = vb  # type: ignore[attr-defined]
+    return step
 
 
 # -- full --------------------------------------------------------------------------------------------------------------
@@ -309,6 +347,7 @@ def fsdp2(options: argparse.Namespace) -> Step:
 
 
 LORA = {"bf16": bf16, "vbrt fp4": fp4, "vbrt fp4, 1 GiB of pages": fp4_streamed, "bitsandbytes NF4": bitsandbytes_nf4}
+EXPERTS = {"bf16": experts_bf16, "vbrt fp4": experts_fp4, "vbrt fp4, 25 % of the experts": experts_streamed}
 RESIDENT = {"resident, kept": functools.partial(resident, recompute=False), "resident, recomputed": resident}
 TIERS = {
     "vbrt, kept": from_tiers("keep"),
@@ -323,8 +362,8 @@ FULL = {
     "torchao CPUOffloadOptimizer": torchao,
     "FSDP2, CPUOffloadPolicy": fsdp2,
 }
-WAYS = {"lora": LORA, "full": FULL, **dict.fromkeys(MODELS, RESIDENT | TIERS)}
-SIZES = {"lora": (2048, 8192), **dict.fromkeys(("full", *MODELS), (16384, 8192))}
+WAYS = {"lora": LORA, "experts": EXPERTS, "full": FULL, **dict.fromkeys(MODELS, RESIDENT | TIERS)}
+SIZES = {"lora": (2048, 8192), "experts": (2048,), **dict.fromkeys(("full", *MODELS), (16384, 8192))}
 
 
 def moved_by(vb: Any, run: Callable[[], object]) -> dict:
@@ -387,13 +426,15 @@ def row_of(
             one |= {"updates": {name: now - before[name] for name, now in updates_of(step).items()}}
             one |= apart(step.vb, batch) if hasattr(step, "vb") else {}
             one |= moved_by(step.streams, lambda batch=batch: step(batch)) if hasattr(step, "streams") else {}
+            one |= {"adapter_bytes": step.adapter_bytes} if hasattr(step, "adapter_bytes") else {}
         found[str(number)] = one | {"tokens_per_s": number / one["seconds"]}
     return found
 
 
 def measured_ways(family: str, options: argparse.Namespace) -> dict:
     """Measure all ways of a family in turn, and print a table."""
-    options.family = family
+    options.family, layers = family, options.layers
+    options.layers = layers or (8 if family == "experts" else 32)
     ways = {name: way for name, way in WAYS[family].items() if name in (options.only or [name])}
     tokens = options.tokens or (SIZES[family] if DEVICE == "cuda" else (64,))
     rows = {}
@@ -419,6 +460,7 @@ def measured_ways(family: str, options: argparse.Namespace) -> dict:
         if isinstance(one, dict)
     ]
     print(*markdown_table([family, "tokens", "ms", "tokens/s", "GB"], lines), sep="\n", flush=True)
+    options.layers = layers
     return rows
 
 
@@ -449,7 +491,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", choices=[*WAYS, []], default=[])
     parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=None, help="of lora (32) and experts (8)")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", action="append")
     parser.add_argument("--profile", action="store_true")

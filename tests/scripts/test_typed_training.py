@@ -15,6 +15,7 @@ OPTIONS = {"layers": 2, "steps": 1, "profile": False}
     [
         ("full", ["resident, recomputed", "vbrt, offloaded"]),
         ("lora", ["bf16"]),
+        ("experts", ["bf16"]),
         *((family, ["resident, kept", "vbrt, recomputed"]) for family in typed.MODELS),
     ],
 )
