@@ -7,6 +7,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiers.stacks import UNIT, GatedSsd, WatchedTier, add, assert_counts, content, layout, within
 from vbrt.errors import TierError
@@ -51,11 +52,11 @@ def exchange_all(stack: TierStack, keys=KEYS) -> None:
     """As `rewrite_all`, but the new bytes are written to a spare page, whose memory the page takes."""
     told = []
     for key in keys:
-        with stack.rewriter.rewriting(f"{key}.spare") as spare:
-            torch.add(stack.rewriter.peek(key), 1, out=spare)
+        with stack.rewriter.in_memory((f"{key}.spare",)) as (spare,):
+            torch.add(stack.rewriter.fields(key)["weight"], 1, out=spare["weight"])
         before = stack.rewriter.peek(f"{key}.spare").data_ptr()
         assert stack.rewriter.exchange(key, f"{key}.spare", partial(told.append, key)) and told[-1] == key
-        assert stack.rewriter.peek(key).data_ptr() == before
+        assert stack.rewriter.peek(key).data_ptr() == before == stack.rewriter.fields(key)["weight"].data_ptr()
         stack.rewriter.forgo((key,), stack)
 
 
@@ -99,6 +100,32 @@ def test_no_lease_reads_what_was_there_before_a_page_took_anothers_memory(tmp_pa
     assert not any(level.tier.violations for level in stack.levels[:-1])
     assert all((stack.rewriter.peek(key) == STEPS).all() for key in KEYS)
     stack.close()
+
+
+def test_pages_in_memory_are_changed_and_exchanged_without_a_call_of_torchs(tmp_path):
+    stack = stack_of(tmp_path, 3, 20, "cpu ssd")
+    stack.add("spare", layout(1), "cpu", lambda out: out.fill_(7), _owner(stack)).passes = False
+    with _Calls() as calls:
+        with stack.rewriter.in_memory(("spare", "p0", "p1")) as (spare, page, filed):
+            assert filed is None and all(stack.pages[key].due for key in ("spare", "p0", "p1"))
+        assert stack.rewriter.exchange("p0", "spare", int)
+    assert calls.names == []
+    assert (stack.rewriter.fields("p0")["weight"] == 7).all() and stack.rewriter.fields("p0") is spare
+    assert stack.rewriter.fields("spare") is page and stack.rewriter.fields("p1") is None
+    assert not any(page.due or page.writer for page in stack.pages.values())
+    stack.close()
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the operations that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_pages_in_files_exchange_no_memory(tmp_path):

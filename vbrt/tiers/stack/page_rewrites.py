@@ -15,12 +15,11 @@ a lease that began earlier proceed.
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
 from vbrt.errors import TierError
-from vbrt.formats.page import unpack
 from vbrt.host.host_memory import aligned
 from vbrt.tiers.protocols.tier import Reservation
 from vbrt.tiers.stack.bounded_waits import Waiting
@@ -89,7 +88,7 @@ class Rewriter:
         token, page = object(), None
         self.expect((key,), token)
         try:
-            page = self._begin(key)
+            (page,) = self._begin((key,))
             home = self._ledger.levels[page.home].slots[key]
             if home.level.tier.memory:
                 yield from self._in_place(home)
@@ -99,6 +98,37 @@ class Rewriter:
             if page is not None:
                 page.writer = 0
             self.forgo((key,), token)
+
+    @contextlib.contextmanager
+    def in_memory(self, keys: Sequence[str]) -> Iterator[list[dict[str, torch.Tensor] | None]]:
+        """Yield the fields of pages without copies above their homes, to be changed in place, as `rewriting` each of
+        them; None for one whose home is no memory.
+
+        The lock is taken three times however many pages there are, and no tensor is made: a thread that launches
+        kernels waits for both, since torch releases the GIL in each call.
+
+        Raises TierError: a page is gone.
+        """
+        token, begun = object(), list[Page]()
+        self.expect(keys, token)
+        try:
+            begun += self._begin(keys)
+            homes = [self._ledger.levels[page.home].slots[page.key] for page in begun]
+            for home in homes:
+                if home.level.tier.memory:
+                    home.room.synchronize()
+            yield [home.tensors if home.level.tier.memory else None for home in homes]
+        finally:
+            for page in begun:
+                page.writer = 0
+            self.forgo(keys, token)
+
+    def fields(self, key: str) -> dict[str, torch.Tensor] | None:
+        """Return the page's fields in host memory, valid until the next rewrite, as `peek`."""
+        with self._guard.lock:
+            home = self._ledger.levels[self._page(key).home].slots[key]
+            tier = home.level.tier
+            return home.tensors if tier.memory and tier.device.type == "cpu" else None
 
     def peek(self, key: str) -> torch.Tensor | None:
         """Return the page's bytes (uint8) in host memory, valid until the next rewrite; None if its home is no host
@@ -124,34 +154,35 @@ class Rewriter:
         token, begun = object(), list[Page]()
         self.expect((key, other), token)
         try:
-            begun += [self._begin(key)]
-            begun += [self._begin(other)]
+            begun += self._begin((key, other))
             with self._guard.lock:
                 one, two = (self._ledger.levels[page.home].slots[page.key] for page in begun)
                 if one.level is not two.level or not one.level.tier.memory or one.charge != two.charge:
                     return False
-                one.room, two.room = two.room, one.room  # no call in between
-                for slot in (one, two):
-                    slot.tensors = unpack(slot.view, slot.page.layout)
+                # no call in between
+                one.room, two.room = two.room, one.room
+                one.tensors, two.tensors = two.tensors, one.tensors
                 done()
-            self._refresh(one, one.view, one.room)
+            self._refresh(one, one.room)
             return True
         finally:
             for page in begun:
                 page.writer = 0
             self.forgo((key, other), token)
 
-    def _begin(self, key: str) -> Page:
-        """Wait for all leases and copies of the page; those that begin later wait for the rewrite."""
+    def _begin(self, keys: Sequence[str]) -> list[Page]:
+        """Wait for all leases and copies of the pages; those that begin later wait for the rewrite."""
         waiting = None
         while True:
             with self._guard.lock:
-                page = self._page(key)
-                if not (page.borrowers or self._is_busy(page)):
-                    page.writer = threading.get_ident()
-                    return page
+                pages = [self._page(key) for key in keys]
+                busy = next((page for page in pages if page.borrowers or self._is_busy(page)), None)
+                if busy is None:
+                    for page in pages:
+                        page.writer = threading.get_ident()
+                    return pages
                 bell = self._guard.listen()
-            waiting = waiting or Waiting(self._ledger, key, "leases and copies of it that began before")
+            waiting = waiting or Waiting(self._ledger, busy.key, "leases and copies of it that began before")
             waiting.look(bell)
 
     def _page(self, key: str) -> Page:
@@ -171,7 +202,7 @@ class Rewriter:
         try:
             yield home.view
         finally:
-            self._refresh(home, home.view, home.room)
+            self._refresh(home, home.room)
 
     def _anew(self, home: Slot, *, fresh: bool) -> Iterator[torch.Tensor]:
         tier, page = home.level.tier, home.page
@@ -190,7 +221,7 @@ class Rewriter:
             with self._guard.lock:
                 if other.room is not None:
                     tier.free(other.room, reuse=False)
-        self._refresh(home, staging, Buffer(staging))
+        self._refresh(home, Buffer(staging))
 
     def _reserve(self, home: Slot, holder: Reservation) -> None:
         with self._guard.lock:
@@ -203,20 +234,21 @@ class Rewriter:
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
-    def _refresh(self, home: Slot, source: torch.Tensor, room: Buffer) -> None:
-        """Refresh the copies above the home, lowest first."""
+    def _refresh(self, home: Slot, room: Buffer) -> None:
+        """Refresh the copies above the home, lowest first, from the new bytes, which begin `room`."""
         holder = Borrower()
         try:
             for copy in self._held(home, holder):
-                self._mover.copy_bytes(copy, source, room)
+                self._mover.copy_bytes(copy, room.tensor[: home.page.nbytes], room)
                 self.refreshed_bytes += home.page.nbytes
                 if copy.level.stream is None:
-                    source, room = copy.view, copy.room
+                    room = copy.room
         except BaseException:
             self._evict_copies(home)  # stale bytes must not be read
             raise
         finally:
-            self._release(home, holder)
+            if home.page.refreshed:
+                self._release(home, holder)
 
     def _evict_copies(self, home: Slot) -> None:
         key = home.page.key

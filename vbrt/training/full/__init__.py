@@ -25,9 +25,12 @@ each weight (`clipping.py`): on a GPU's host as they arrive, from the second ste
 no updates; the factor is applied as the update reads the gradient. A weight's update takes the GIL once, since taking
 it per part stalls the main thread, which launches the GPU's work: on two cores, with four threads that update weights
 of 3 M parameters, a main thread that calls small layers runs at 0.9 of its speed, instead of 0.24
-(`scripts/update_bench.py --beside`). A budget change may rehome a weight's state just as its update begins: so the
-update checks again once it holds the page, and computes on a copy if the state is now in a file. Rejected: rollback of
-a failed step, which needs a copy of all state; and clipping by the previous step's norm, which trains another model.
+(`scripts/update_bench.py --beside`). Around it, the pages of an update are taken together, with the tensors that the
+tiers have of them: torch releases the GIL in every call, each view of a page is one, and at each, as at each lock, the
+launching thread may have to sleep (`scripts/training_host.py` counts how often). A budget change may rehome a weight's
+state just as its update begins: so the update checks again once it holds the page, and computes on a copy if the state
+is now in a file. Rejected: rollback of a failed step, which needs a copy of all state; and clipping by the previous
+step's norm, which trains another model.
 
 **Updates ahead of the step** (`update_ahead.py`). What people type is `loss.backward(); optimizer.step()`, and updates
 that begin at the step overlap with the next forward only, the shorter half. So a weight is updated within the backward

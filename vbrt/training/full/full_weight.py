@@ -29,7 +29,7 @@ from vbrt.tiers import Lease, Owner, TierStack
 from vbrt.training.full.host_gradients import Gradient, Outlet
 from vbrt.training.full.optimizer_update import Updater, WeightState, split_master
 from vbrt.training.full.streamed_parameter import StreamedParameter
-from vbrt.training.full.update_pages import StatePage
+from vbrt.training.full.update_pages import Fields, StatePage
 from vbrt.training.full.update_state import Spare
 
 __all__ = ["FullWeight", "graphs_end_here"]
@@ -287,15 +287,15 @@ class _High:
         weight = self._weight()
         weight.check_pages()
         (page,) = weight.pages
-        whole = weight.stack.rewriter.peek(page.key)
-        return None if whole is None else unpack(whole, page.layout)["weight"]
+        fields = weight.stack.rewriter.fields(page.key)
+        return None if fields is None else fields["weight"]
 
     @contextlib.contextmanager
-    def filling(self, spare: Spare) -> Iterator[Tensor]:
-        """Yield the memory of a spare's high page, to fill it."""
-        page, _ = spare.high
-        with self._weight().stack.rewriter.rewriting(page.key) as whole:
-            yield unpack(whole, page.layout)["weight"]
+    def preparing(self, memory: StatePage, spare: Spare) -> Iterator[list[Fields | None]]:
+        """Yield the fields of the state's page, of a spare's one, and of its high page; None for one in a file."""
+        keys = memory.key, spare.memory.key, spare.high[0].key
+        with self._weight().stack.rewriter.in_memory(keys) as fields:
+            yield fields
 
     def take(self, spare: Spare, done: Callable[[], object]) -> bool:
         """Make a spare's bytes the page's. Rows are looked up in a page's memory, which therefore stays: they are

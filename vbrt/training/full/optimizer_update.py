@@ -315,16 +315,13 @@ class Prepared:
 
     def run(self, kernel: Callable[..., Any], helpers: Helpers) -> None:
         """Compute it. Raises TierError: its memory is not there any more."""
-        state, spare = self.state, self.spare.memory  # it stays with this update, whoever drops it
-        with contextlib.ExitStack() as pages:
-            held = pages.enter_context(state.memory.rewriting())  # excludes rehoming; it is only read
-            to = pages.enter_context(spare.rewriting())
-            new = pages.enter_context(state.high.filling(self.spare))
+        state, spare = self.state, self.spare  # it stays with this update, whoever drops it
+        with state.high.preparing(state.memory, spare) as (held, to, new):  # held: against rehoming; it is only read
             high = state.high.peek()
-            if high is None or not (state.memory.in_memory and spare.in_memory):
+            if high is None or held is None or to is None or new is None:
                 raise TierError(f"{state.name}: a budget change moved it into a file")
             own = state.halves_in(high, held), state.moments_in(held)
-            out = Updated(state.halves_in(new, to), state.moments_in(to))
+            out = Updated(state.halves_in(new["weight"], to), state.moments_in(to))
             helpers.run(high.numel(), kernel(*own, _readable(self._gradient), self.step, out))
 
 

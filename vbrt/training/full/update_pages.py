@@ -56,6 +56,11 @@ class StatePage:
         self._stack.retire(self._owner)
 
     @property
+    def key(self) -> str:
+        """Key of the page."""
+        return self._page.key
+
+    @property
     def layout(self) -> PageLayout:
         """Layout of the page."""
         return self._page.layout
@@ -80,6 +85,10 @@ class StatePage:
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[Fields]:
         """Yield its fields in place, in a memory tier, for writing; its home is fixed meanwhile."""
+        with self._stack.rewriter.in_memory((self._page.key,)) as (fields,):
+            if fields is not None:
+                yield fields
+                return
         with self._stack.rewriter.rewriting(self._page.key) as whole:
             yield unpack(whole, self._page.layout)
 

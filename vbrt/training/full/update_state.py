@@ -50,8 +50,9 @@ class HighPage(Protocol):
         """Return the high half in host memory, valid until it is rewritten; None if it lives elsewhere. Blocks no
         lease."""
 
-    def filling(self, spare: "Spare") -> contextlib.AbstractContextManager[Tensor]:
-        """Yield the memory of a spare's high page, to fill it."""
+    def preparing(self, memory: StatePage, spare: "Spare") -> contextlib.AbstractContextManager[list[Fields | None]]:
+        """Yield the fields of the state's page, of a spare's one, and of its high page, whose homes are fixed
+        meanwhile; None for a page in a file."""
 
     def take(self, spare: "Spare", done: Callable[[], object]) -> bool:
         """Make a spare's bytes the page's, and the page's memory the spare's; call `done` once that is so. False if
