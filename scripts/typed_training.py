@@ -51,7 +51,7 @@ SMALL = Llama(layers=2, width=128, inner=256, heads=4, kv_heads=2, vocabulary=25
 _SLOTS = 10  # of the largest page, on the GPU
 
 PAGE = ROOT / "docs" / "training.md"
-RESULTS = [ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json" for run in ("", "peers-")]
+RESULTS = [ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json" for run in ("", "peers-", "8192-")]
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {
     "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
@@ -474,8 +474,10 @@ def tables() -> str:
         if not rows:
             continue
         parts.append("\n".join([f"{title}:", "", *markdown_table(heads, rows)]))
-    files = " and ".join(f"`{path.relative_to(ROOT)}`" for path in RESULTS)
-    return "\n\n".join([*parts, f"Two runs, on hosts of their own, {results[0]['machine']['gpu']}: {files}."])
+    commits = [result["machine"]["commit"] for result in results]
+    files = ", ".join(f"`{path.relative_to(ROOT)}` ({of})" for path, of in zip(RESULTS, commits, strict=True))
+    gpu = results[0]["machine"]["gpu"]
+    return "\n\n".join([*parts, f"Runs on hosts of their own, each with its commit, {gpu}: {files}."])
 
 
 def _rows(ways: dict, run: int) -> Iterator[tuple[str, ...]]:
