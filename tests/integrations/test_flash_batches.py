@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from vbrt.integrations import batches  # noqa: E402 - imports transformers
 from vbrt.integrations.text_generation import Turn  # noqa: E402
-from vbrt.libraries import torch_api, transformers_batching, transformers_flash  # noqa: E402
+from vbrt.libraries import torch_api, transformers_flash  # noqa: E402
 
 if transformers_flash.FLASH_BATCHES.refusal():
     pytest.skip(transformers_flash.FLASH_BATCHES.refusal(), allow_module_level=True)
@@ -66,7 +66,6 @@ def test_sequences_that_attend_each_by_itself_have_the_tokens_of_a_masked_batch(
         monkeypatch.setattr(transformers_flash, "flash_refusal", lambda model: "")
         called = lambda *args, **how: calls.append(how) or reference(*args, **how)  # noqa: E731
         monkeypatch.setattr(torch_api, "flash_varlen", called)
-        monkeypatch.setattr(transformers_batching, "is_routed", lambda model: False)  # overlapping passes needs a GPU
         assert generated(vb, asked) == plain
         assert {how["left"] for how in calls} == ({-1} if make is llama else {-1, 39})
         assert vb.module.config._attn_implementation == "sdpa"

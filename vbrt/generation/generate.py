@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import ArgumentError, WrapError
+from vbrt.generation.capture.batch_steps import BatchSteps
 from vbrt.generation.capture.captured_step import Feed
 from vbrt.generation.capture.session import CUSTOM, KEEPS_BITS, OFF, STREAMS, Session, Steps
 from vbrt.generation.fusion.deterministic_attention import is_steady_on
@@ -37,7 +38,7 @@ from vbrt.layers.weights.precompile_kernels import compile_ahead
 from vbrt.libraries import transformers_api
 from vbrt.model.mutation_watch import calls_others
 from vbrt.model.pass_hooks import move_rest_
-from vbrt.model.phase import DECODE, phase_name
+from vbrt.model.phase import DECODE, named_phase, phase_name
 from vbrt.report.stats import StepCounts
 from vbrt.tiers.schedule.graph_recorder import Recorded
 
@@ -155,6 +156,14 @@ class Generating:
         with self.steps.session(limit, watched=watched) as session:
             session.prompted, session.feed = True, feed
             yield Recordable(self._model(), session)
+
+    def batch_steps(self) -> BatchSteps | None:
+        """Return the decode steps of a continuous batch; None on devices without graphs. `release` them after it."""
+        attachment = self._attachment()
+        if attachment is None or attachment.closed or attachment.stack.device.type != accelerator.TYPE:
+            return None
+        decoding = functools.partial(named_phase, attachment, DECODE, None)
+        return BatchSteps(self.steps, Terms(attachment, self._recorder), decoding)
 
     @property
     def steps(self) -> Steps:

@@ -7,6 +7,7 @@ While weights stream, further sequences of a batch cost little: each pass reads 
 transformers, which vbrt does not install.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,8 @@ import psutil
 
 from vbrt.config.budgets import CONTEXT_BYTES
 from vbrt.errors import ArgumentError, VBError
+from vbrt.generation.capture.batch_steps import BatchSteps
+from vbrt.generation.generate import Generating
 from vbrt.generation.kv.paged_codes import PagedCodes
 from vbrt.generation.kv.quantized import BITS, AffineCode, KVShape, page_code
 from vbrt.host import accelerator
@@ -24,7 +27,7 @@ from vbrt.libraries.transformers_batching import Generated, batching, paging_ref
 if TYPE_CHECKING:
     from vbrt.wrapper.wrapper import VBModelWrapper
 
-__all__ = ["PagedCache", "cache_for", "generate_many"]
+__all__ = ["PagedCache", "cache_for", "generate_many", "replayed_steps"]
 
 _PAGE = 256  # tokens of a block of the cache, as transformers has it
 #: sequences at once and tokens a pass, at most, on a GPU and on a CPU, whose attention has a mask of their product
@@ -67,8 +70,12 @@ def generate_many(
     cache = cache_for(vb, longest, sequences, len(prompts), kv_bits=kv_bits)
     ends = model.generation_config.eos_token_id
     ends = model.config.get_text_config().eos_token_id if ends is None else ends
-    how = {"cache": cache.config, "storage": cache.storage}
-    with quiet(), batching(model, sample=turn.sample, max_new_tokens=turn.max_new_tokens, **how) as manager:
+    with contextlib.ExitStack() as held:
+        steps = held.enter_context(replayed_steps(vb))
+        held.enter_context(quiet())
+        how = {"cache": cache.config, "storage": cache.storage, "steps": steps}
+        how |= {"sample": turn.sample, "max_new_tokens": turn.max_new_tokens}
+        manager = held.enter_context(batching(model, **how))
         for name, ids in prompts.items():
             manager.add_request(
                 input_ids=list(ids),
@@ -77,6 +84,18 @@ def generate_many(
                 eos_token_id=-1 if ends is None else ends,
             )
         yield from results_of(manager, len(prompts))
+
+
+@contextlib.contextmanager
+def replayed_steps(vb: "VBModelWrapper") -> Iterator[BatchSteps | None]:
+    """Context of a batch whose decode steps are captured and replayed; None where the device has no graphs."""
+    generating = vars(vb.module).get("generate")
+    steps = generating.batch_steps() if isinstance(generating, Generating) else None
+    try:
+        yield steps
+    finally:
+        if steps is not None:
+            steps.release()
 
 
 def cache_for(

@@ -8,7 +8,7 @@ Importing this module imports transformers, which vbrt does not install.
 
 from typing import TYPE_CHECKING, Any
 
-from vbrt.integrations.batches import cache_for
+from vbrt.integrations.batches import cache_for, replayed_steps
 from vbrt.libraries.transformers_serving import Server, check_server
 from vbrt.report.openmetrics import CONTENT_TYPE
 
@@ -53,6 +53,5 @@ def server_of(
     """
     cache, storage = cache_for(vb, context, sequences, kv_bits=kv_bits) if together else (None, None)
     metrics = lambda: (vb.metrics(), CONTENT_TYPE)  # noqa: E731
-    return Server(
-        vb.module, tokenizer, name, context=context, sample=sample, cache=cache, storage=storage, metrics=metrics
-    )
+    how = {"cache": cache, "storage": storage, "steps": replayed_steps(vb), "metrics": metrics}
+    return Server(vb.module, tokenizer, name, context=context, sample=sample, **how)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vbrt.errors import LibraryError, VBError
 from vbrt.libraries.probe import Feature
 from vbrt.libraries.transformers_flash import flash_batches, is_routed
+from vbrt.libraries.transformers_runner import CODED, MASKED, RUNNER, DecodeSteps, replay_steps
 
 __all__ = [
     "BATCHES",
@@ -129,18 +130,25 @@ class CodedStorage(Protocol):
 
 @contextlib.contextmanager
 def batching(
-    model: nn.Module, *, sample: bool, max_new_tokens: int, cache: dict[str, Any], storage: CodedStorage | None
+    model: nn.Module,
+    *,
+    sample: bool,
+    max_new_tokens: int,
+    cache: dict[str, Any],
+    storage: CodedStorage | None,
+    steps: DecodeSteps | None = None,
 ) -> Iterator[Any]:
     """Context of transformers' batching manager for a model, which generates in a thread of its own.
 
     Args:
-        sample, cache, storage: see `manager_of`.
+        sample, cache, storage, steps: see `manager_of`.
 
     Raises:
         LibraryError: transformers lacks a part.
     """
     with flash_batches(model):
-        manager = manager_of(model, sample=sample, cache=cache, storage=storage, max_new_tokens=max_new_tokens)
+        how = {"sample": sample, "cache": cache, "storage": storage, "steps": steps}
+        manager = manager_of(model, **how, max_new_tokens=max_new_tokens)
         manager.start()
         try:
             yield manager
@@ -150,7 +158,13 @@ def batching(
 
 
 def manager_of(
-    model: nn.Module, *, sample: bool, cache: dict[str, Any], storage: CodedStorage | None, **generation: Any
+    model: nn.Module,
+    *,
+    sample: bool,
+    cache: dict[str, Any],
+    storage: CodedStorage | None,
+    steps: DecodeSteps | None = None,
+    **generation: Any,
 ) -> Any:
     """Return transformers' batching manager for a model, not started; in a block of `flash_batches` it prepares a pass
     while the one before computes.
@@ -159,6 +173,7 @@ def manager_of(
         sample: draw tokens as the model's generation config says, else greedily.
         cache: of transformers' ContinuousBatchingConfig.
         storage: of the KV cache; None: the model's dtype.
+        steps: runs decode steps; None: they are eager.
         generation: further keys of the generation config.
 
     Raises:
@@ -171,13 +186,17 @@ def manager_of(
     if storage is not None:
         CODED_CACHE.check()
         cache = {**cache, "max_blocks_per_request": 0, "cpu_offload_space": 0.0}  # kernels and copies of plain blocks
-    elif is_routed(model):  # rows of codes are marked and used in turns
+    elif is_routed(model) and model.device.type != "cpu":  # rows of codes are marked and used in turns
         cache = {**cache, "use_async_batching": True}
     how = BATCHES.part(_CONFIG)(**cache)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=how)
     if storage is not None:
         create = _with_names(type(manager)._create_batch_processor, PagedAttentionCache=_coded_cache(storage))
         manager._create_batch_processor = types.MethodType(create, manager)
+    if steps is not None and RUNNER.is_there():
+        if storage is not None or not is_routed(model):
+            steps.refuse(MASKED if storage is None else CODED)
+        replay_steps(manager, steps)
     return manager
 
 

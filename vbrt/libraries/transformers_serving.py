@@ -11,6 +11,7 @@ import importlib.util
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vbrt.errors import LibraryError, VBError
 from vbrt.libraries.probe import Feature
 from vbrt.libraries.transformers_batching import CodedStorage, manager_of
 from vbrt.libraries.transformers_flash import flash_batches
+from vbrt.libraries.transformers_runner import DecodeSteps
 
 __all__ = ["FEATURES", "SERVER", "Server", "check_server"]
 
@@ -70,6 +72,7 @@ class Server:
         sample: draw tokens as the model's generation config says, else greedily; for all requests of a batch.
         cache: of transformers' ContinuousBatchingConfig; None: one request after the other.
         storage: of a KV cache of many requests; None: the model's dtype.
+        steps: context of what runs decode steps of many requests; of None: they are eager.
         metrics: text and content type of `/metrics`.
     """
 
@@ -83,6 +86,7 @@ class Server:
         sample: bool,
         cache: dict[str, Any] | None,
         storage: CodedStorage | None,
+        steps: AbstractContextManager[DecodeSteps | None],
         metrics: Callable[[], tuple[str, str]],
     ) -> None:
         check_server()
@@ -96,7 +100,8 @@ class Server:
         self._held = contextlib.ExitStack()
         if cache is not None:  # instead of what its init_cb would make with the first request
             self._held.enter_context(flash_batches(model))
-            self._generation._cb = manager_of(model, sample=sample, cache=cache, storage=storage, use_cache=False)
+            how = {"sample": sample, "cache": cache, "storage": storage, "steps": self._held.enter_context(steps)}
+            self._generation._cb = manager_of(model, **how, use_cache=False)
             self._generation._cb.start()
         self._made.server.config.app.add_api_route("/metrics", _metrics_route(metrics), include_in_schema=False)
         self._made.server.config.timeout_graceful_shutdown = _LEAVE_SECONDS + _READ_SECONDS

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from vbrt.errors import first_line
+from vbrt.generation.capture.batch_steps import NEW_SIZE
 from vbrt.generation.capture.captured_step import (
     Feed,
     Kept,
@@ -54,6 +55,7 @@ from vbrt.generation.static.static_cache import Statics, is_entered, leave, offe
 from vbrt.host.logger import warn
 from vbrt.kernels.cuda.compiling import Compilation
 from vbrt.libraries.transformers_attention import register_routes
+from vbrt.libraries.transformers_runner import CODED, MASKED
 from vbrt.model.mutation_watch import Watch
 from vbrt.report.stats import StepCounts
 
@@ -72,7 +74,7 @@ STREAMS = "lossless weights stream: eager steps have the plain model's bits, at 
 KEEPS_BITS = "lossless weights on a CPU: captured attention would round differently from eager attention"
 CUSTOM = "custom_generate runs its own decoding loop"
 #: reasons that follow from what the caller asked for: counted, without a warning
-EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, STREAMS, KEEPS_BITS)
+EXPECTED = (NO_CACHE, SEVERAL, CUSTOM, OFF, STREAMS, KEEPS_BITS, NEW_SIZE, CODED, MASKED)
 
 #: why steps are captured, for counts
 FIRST = "the first of their shapes"

@@ -1,0 +1,228 @@
+"""Decode steps of continuous batches that are captured for padded sizes and replayed: the same tokens."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch.nn import functional
+
+import vbrt
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+from vbrt.generation.capture.batch_steps import NEW_SIZE, BatchSteps  # noqa: E402 - imports transformers
+from vbrt.generation.generate import Terms  # noqa: E402
+from vbrt.integrations import batches  # noqa: E402
+from vbrt.integrations.text_generation import Turn  # noqa: E402
+from vbrt.libraries import torch_api, transformers_flash, transformers_runner  # noqa: E402
+from vbrt.libraries.transformers_runner import padded_cached, padded_sequences  # noqa: E402
+from vbrt.model.phase import DECODE, named_phase  # noqa: E402
+
+for feature in (transformers_flash.FLASH_BATCHES, transformers_runner.RUNNER):
+    if feature.refusal():
+        pytest.skip(feature.refusal(), allow_module_level=True)
+
+SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def masked_varlen(query_MHK, key_NGK, value_NGK, begins_M, begins_N, longest_M, longest_N, *, scale, left):
+    """`flash_varlen` through one mask: nothing is read by Python, as on a GPU."""
+    groups = query_MHK.shape[1] // key_NGK.shape[1]
+    at = [torch.arange(len(x), device=x.device) for x in (query_MHK, key_NGK)]
+    of = [torch.searchsorted(b[1:].contiguous(), a, right=True) for a, b in zip(at, (begins_M, begins_N), strict=True)]
+    ends = [torch.cat((b[1:], b[-1:]))[o] for o, b in zip(of, (begins_M, begins_N), strict=True)]
+    behind = [a - e for a, e in zip(at, ends, strict=True)]  # -1: the last of its sequence
+    sees = (of[0][:, None] == of[1][None]) & (of[0][:, None] < len(begins_M) - 1)
+    sees &= behind[1][None] <= behind[0][:, None]
+    if left >= 0:
+        sees &= behind[1][None] >= behind[0][:, None] - left
+    q, k, v = (x.transpose(0, 1)[None] for x in (query_MHK, key_NGK, value_NGK))
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
+    return out[0].transpose(0, 1).nan_to_num(0.0)
+
+
+def llama(**more):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, **more))
+
+
+def gemma():
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**SIZES, **HEADS, sliding_window=40, layer_types=kinds)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return {str(length): torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths}
+
+
+def generated(vb, asked, *, sequences=4, new=30, bits=16):
+    found = list(batches.generate_many(vb, asked, Turn(new), sequences, kv_bits=bits))
+    assert {result.request for result in found} == set(asked) and not any(result.error for result in found)
+    return {result.request: result.tokens for result in found}
+
+
+@pytest.fixture
+def routed(monkeypatch):
+    monkeypatch.setattr(transformers_flash, "flash_refusal", lambda model: "")
+    monkeypatch.setattr(torch_api, "flash_varlen", masked_varlen)
+
+
+def put(monkeypatch, steps):
+    monkeypatch.setattr(batches, "replayed_steps", lambda vb: contextlib.nullcontext(steps))
+
+
+class Repeated:
+    """Steps of which each is the first one of its key again: what a graph does."""
+
+    def __init__(self):
+        self.first, self.repeated, self.sizes = {}, 0, []
+
+    def refusal(self):
+        return ""
+
+    def run(self, key, step, written, *, sequences):
+        self.repeated += key in self.first
+        self.sizes.append(sequences)
+        self.first.setdefault(key, step)()
+
+
+@pytest.mark.parametrize("make", [llama, gemma])
+def test_a_step_of_padded_size_is_repeated_for_all_of_its_size(make, routed, monkeypatch):
+    torch.manual_seed(0)
+    with vbrt.wrap(make().eval(), "dense") as vb:
+        asked, steps = prompts(1, 5, 63, 130, 300, 900, 1100), Repeated()
+        plain = generated(vb, asked)
+        put(monkeypatch, steps)
+        assert generated(vb, asked) == plain
+        assert steps.repeated > 40 and set(steps.sizes) >= {2, 4} and max(steps.sizes) == 4
+        assert len(steps.first) > 1 and {key[2] % 512 for key in steps.first} <= {0, *(key[1] for key in steps.first)}
+
+
+def test_sizes_are_few_and_hold_what_they_stand_for():
+    assert [padded_sequences(count, 12) for count in (1, 2, 3, 5, 9, 12)] == [1, 2, 4, 8, 12, 12]
+    assert [padded_cached(tokens, 10**6) for tokens in (0, 1, 1024, 1025, 2049, 3000, 70_000)] == [
+        *(1024, 1024, 1024, 2048, 3072, 3072, 98_304)
+    ]
+    assert padded_cached(70_000, 80_000) == 80_000
+    assert all(tokens <= padded_cached(tokens, 10**6) < 1.5 * tokens + 1024 for tokens in range(1, 20_000, 7))
+
+
+def steps_on_cpu(vb):
+    """What `batch_steps` makes on a GPU, here with a tape in the place of CUDA graphs."""
+    generating, attachment = vars(vb.module)["generate"], vb._attachment
+    decoding = functools.partial(named_phase, attachment, DECODE, None)
+    return BatchSteps(generating.steps, Terms(attachment, generating._recorder), decoding)
+
+
+def test_steps_are_traced_fused_and_replayed_with_their_sampling(routed, monkeypatch):
+    torch.manual_seed(0)
+    model = llama().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # no near ties, which may turn where fused kernels round
+    with vbrt.wrap(model, "fp4") as vb:
+        asked = prompts(1, 5, 63, 130)
+        plain = generated(vb, asked)
+        assert vb.stats().steps.captured == 0  # a CPU's batch is eager
+        put(monkeypatch, steps_on_cpu(vb))
+        assert generated(vb, asked) == plain
+        counts = vb.stats().steps
+        assert counts.captured >= 20 and counts.recordings >= 1 and counts.joined and counts.reasons[NEW_SIZE]
+        put(monkeypatch, steps := steps_on_cpu(vb))
+        steps.release()
+        assert generated(vb, asked) == plain and vb.stats().steps.captured == counts.captured
+
+
+def test_steps_that_cannot_be_captured_are_eager_for_a_reason(routed, monkeypatch):
+    torch.manual_seed(0)
+    with vbrt.wrap(llama().eval(), "fp4") as vb:
+        asked = prompts(5, 63)
+        plain = {bits: generated(vb, asked, bits=bits) for bits in (16, 8)}
+        put(monkeypatch, steps_on_cpu(vb))
+        assert generated(vb, asked, bits=8) == plain[8]
+        assert vb.stats().steps.reasons[transformers_runner.CODED] >= 29 and not vb.stats().steps.captured
+        put(monkeypatch, steps_on_cpu(vb))
+        reads = lambda *args, **how: (int(args[3][1]), masked_varlen(*args, **how))[1]  # noqa: E731
+        monkeypatch.setattr(torch_api, "flash_varlen", reads)
+        assert generated(vb, asked) == plain[16]
+        (why,) = (reason for reason in vb.stats().steps.reasons if "cannot be captured" in reason)
+        assert "reads a tensor's value" in why and not vb.stats().steps.captured
+        monkeypatch.setattr(transformers_flash, "flash_refusal", lambda model: "no")
+        put(monkeypatch, steps_on_cpu(vb))
+        generated(vb, asked)
+        assert vb.stats().steps.reasons[transformers_runner.MASKED] >= 29 and not vb.stats().steps.captured
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(make=llama):
+    torch.manual_seed(0)
+    model = make().eval().to("cuda", torch.bfloat16)
+    with torch.no_grad():  # logits far from each other: near ties turn where attention rounds otherwise
+        model.get_output_embeddings().weight.mul_(20)
+    return model
+
+
+def alike(found, wanted):
+    return sum(found[name] == wanted[name] for name in wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", ["dense", "fp4"])
+@pytest.mark.parametrize("make", [llama, gemma])
+def test_a_gpus_steps_are_replayed_with_the_tokens_of_eager_ones_and_of_generate(config, make, monkeypatch):
+    asked = prompts(1, 5, 63, 130, 300, 600)
+    with vbrt.wrap(on_gpu(make), config, tiers={"gpu": {"budget": "1GiB"}}) as vb:
+        found = generated(vb, asked)
+        counts = vb.stats().steps
+        assert counts.captured > 40 and counts.recordings >= 2 and set(counts.reasons) == {NEW_SIZE}, counts
+        with monkeypatch.context() as patch:
+            put(patch, None)
+            assert alike(found, generated(vb, asked)) >= len(asked) - 1
+        out = {}
+        for name, ids in asked.items():
+            new = vb.generate(torch.tensor([ids], device="cuda"), max_new_tokens=30, do_sample=False, pad_token_id=0)
+            out[name] = new[0, len(ids) :].tolist()
+        assert alike(found, out) >= len(asked) - 1
+
+
+@pytest.mark.gpu
+def test_a_gpus_steps_whose_pages_stream_are_replayed_and_follow_budgets(monkeypatch):
+    asked = prompts(1, 5, 63, 130, 300, 600)
+    with vbrt.wrap(on_gpu(), "fp4", tiers={"gpu": {"budget": "100KB"}}) as vb:
+        found = generated(vb, asked, new=60)
+        counts, moved = vb.stats().steps, vb.stats().passes
+        assert counts.captured > 80 and set(counts.reasons) == {NEW_SIZE} and moved, counts
+        with monkeypatch.context() as patch:
+            put(patch, None)
+            assert alike(found, generated(vb, asked, new=60)) >= len(asked) - 1
+        whole = batches.generate_many(vb, asked, Turn(60), 2)  # the budget changes between its sequences
+        results = [next(whole)]
+        vb.set_budget("gpu", "1GiB")
+        results += [next(whole)]
+        vb.set_budget("gpu", "80KB")
+        results += list(whole)
+        assert alike({result.request: result.tokens for result in results}, found) >= len(asked) - 1
+
+
+@pytest.mark.gpu
+def test_a_gpus_steps_of_lossless_weights_that_stream_are_eager_by_name():
+    with vbrt.wrap(on_gpu(), "dense", tiers={"gpu": {"budget": "200KB"}}) as vb:
+        generated(vb, prompts(5, 63))
+        counts = vb.stats().steps
+        assert not counts.captured and any("lossless weights stream" in reason for reason in counts.reasons), counts
+
+
+@pytest.mark.gpu
+def test_a_gpus_steps_draw_tokens_anew_at_each_replay():
+    with vbrt.wrap(on_gpu(), "dense", tiers={"gpu": {"budget": "1GiB"}}) as vb:
+        with torch.no_grad():
+            vb.module.lm_head.weight.zero_()  # all tokens are as likely
+        found = batches.generate_many(vb, prompts(5), Turn(40, sample=True), 1)
+        (result,) = found
+        assert vb.stats().steps.captured > 20 and len(set(result.tokens)) > 15
