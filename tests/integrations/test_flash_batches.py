@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 import vbrt
+from tests.integrations.near_ties import largest_gap
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -112,18 +113,14 @@ def test_the_kernel_is_the_reference(left):
 @pytest.mark.parametrize("budget", ["1GiB", "200KB"])
 def test_a_gpus_batch_has_the_tokens_of_generate(budget):
     torch.manual_seed(0)
-    model = on_gpu().eval()
-    with torch.no_grad():  # logits far from each other: near ties turn where attention rounds otherwise
-        model.lm_head.weight.mul_(20)
     asked = prompts(1, 5, 63, 130, 300, 600)
-    with vbrt.wrap(model, "dense", tiers={"gpu": {"budget": budget}}) as vb:
+    with vbrt.wrap(on_gpu().eval(), "dense", tiers={"gpu": {"budget": budget}}) as vb:
         assert transformers_flash.flash_refusal(vb.module) == ""
-        found = generated(vb, asked, new=12)
-        same = 0
+        found, wanted = generated(vb, asked, new=12), {}
         for name, ids in asked.items():
             out = vb.generate(torch.tensor([ids], device="cuda"), max_new_tokens=12, do_sample=False, pad_token_id=0)
-            same += out[0, len(ids) :].tolist() == found[name]
-        assert same >= len(asked) - 1
+            wanted[name] = out[0, len(ids) :].tolist()
+        assert largest_gap(vb, asked, wanted, found) < 0.1
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 import vbrt
+from tests.integrations.near_ties import largest_gap
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -121,15 +122,12 @@ def steps_on_cpu(vb):
 
 def test_steps_are_traced_fused_and_replayed_with_their_sampling(routed, monkeypatch):
     torch.manual_seed(0)
-    model = llama().eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)  # no near ties, which may turn where fused kernels round
-    with vbrt.wrap(model, "fp4") as vb:
+    with vbrt.wrap(llama().eval(), "fp4") as vb:
         asked = prompts(1, 5, 63, 130)
         plain = generated(vb, asked)
         assert vb.stats().steps.captured == 0  # a CPU's batch is eager
         put(monkeypatch, steps_on_cpu(vb))
-        assert generated(vb, asked) == plain
+        assert largest_gap(vb, asked, plain, generated(vb, asked)) < 0.1
         counts = vb.stats().steps
         assert counts.captured >= 20 and counts.recordings >= 1 and counts.joined and counts.reasons[NEW_SIZE]
         put(monkeypatch, steps := steps_on_cpu(vb))
@@ -162,14 +160,7 @@ def test_steps_that_cannot_be_captured_are_eager_for_a_reason(routed, monkeypatc
 
 def on_gpu(make=llama):
     torch.manual_seed(0)
-    model = make().eval().to("cuda", torch.bfloat16)
-    with torch.no_grad():  # logits far from each other: near ties turn where attention rounds otherwise
-        model.get_output_embeddings().weight.mul_(20)
-    return model
-
-
-def alike(found, wanted):
-    return sum(found[name] == wanted[name] for name in wanted)
+    return make().eval().to("cuda", torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -183,12 +174,12 @@ def test_a_gpus_steps_are_replayed_with_the_tokens_of_eager_ones_and_of_generate
         assert counts.captured > 40 and counts.recordings >= 2 and set(counts.reasons) == {NEW_SIZE}, counts
         with monkeypatch.context() as patch:
             put(patch, None)
-            assert alike(found, generated(vb, asked)) >= len(asked) - 1
+            assert largest_gap(vb, asked, generated(vb, asked), found) < 0.2
         out = {}
         for name, ids in asked.items():
             new = vb.generate(torch.tensor([ids], device="cuda"), max_new_tokens=30, do_sample=False, pad_token_id=0)
             out[name] = new[0, len(ids) :].tolist()
-        assert alike(found, out) >= len(asked) - 1
+        assert largest_gap(vb, asked, out, found) < 0.2
 
 
 @pytest.mark.gpu
@@ -200,14 +191,15 @@ def test_a_gpus_steps_whose_pages_stream_are_replayed_and_follow_budgets(monkeyp
         assert counts.captured > 80 and set(counts.reasons) == {NEW_SIZE} and moved, counts
         with monkeypatch.context() as patch:
             put(patch, None)
-            assert alike(found, generated(vb, asked, new=60)) >= len(asked) - 1
+            assert largest_gap(vb, asked, generated(vb, asked, new=60), found) < 0.2
         whole = batches.generate_many(vb, asked, Turn(60), 2)  # the budget changes between its sequences
         results = [next(whole)]
         vb.set_budget("gpu", "1GiB")
         results += [next(whole)]
         vb.set_budget("gpu", "80KB")
         results += list(whole)
-        assert alike({result.request: result.tokens for result in results}, found) >= len(asked) - 1
+        results = {result.request: result.tokens for result in results}
+        assert largest_gap(vb, asked, found, results) < 0.2
 
 
 @pytest.mark.gpu
