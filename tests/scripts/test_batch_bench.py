@@ -39,7 +39,9 @@ def test_a_bound_takes_the_longer_of_link_and_of_the_like_resident_pass():
     def like(*passes):
         return [bench.Pass(tokens, cached, 4, "sdpa", 0.0, seconds) for tokens, cached, seconds in passes]
 
-    resident, passes = like((100, 0, 0.5), (4, 104, 0.1), (4, 120, 0.3)), like((96, 0, 9), (4, 106, 9), (4, 118, 9))
+    few = [(4, 104 + number, 7.0 if number in (1, 3) else 0.1) for number in range(5)]  # two were captured
+    resident = like((100, 0, 0.5), *few, *((4, 904 + number, 0.3) for number in range(5)))
+    passes = like((96, 0, 9), (4, 106, 9), (4, 905, 9))
     row = {"prompts": 4, "new": 3, "seconds": 2.0, "moved_bytes_a_pass": 20e9}
     found = bench.bound(row, passes, resident, 100e9)  # 0.2 s a pass over the link
     assert found["bound_s"] == pytest.approx(0.5 + 0.2 + 0.3) and found["of_bound"] == pytest.approx(0.5)

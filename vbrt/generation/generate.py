@@ -157,11 +157,15 @@ class Generating:
             session.prompted, session.feed = True, feed
             yield Recordable(self._model(), session)
 
-    def batch_steps(self) -> BatchSteps | None:
-        """Return the decode steps of a continuous batch; None on devices without graphs. `release` them after it."""
+    def batch_steps(self, sequences: int, tokens: int) -> BatchSteps | None:
+        """Return the decode steps of a continuous batch; None on devices without graphs. `release` them after it.
+
+        Kernels for its passes, of so many sequences and tokens at most, begin to compile.
+        """
         attachment = self._attachment()
         if attachment is None or attachment.closed or attachment.stack.device.type != accelerator.TYPE:
             return None
+        self.steps.compile_for_batch(sequences, tokens)
         decoding = functools.partial(named_phase, attachment, DECODE, None)
         return BatchSteps(self.steps, Terms(attachment, self._recorder), decoding)
 

@@ -71,7 +71,7 @@ def generate_many(
     ends = model.generation_config.eos_token_id
     ends = model.config.get_text_config().eos_token_id if ends is None else ends
     with contextlib.ExitStack() as held:
-        steps = held.enter_context(replayed_steps(vb))
+        steps = held.enter_context(replayed_steps(vb, cache.config))
         held.enter_context(quiet())
         how = {"cache": cache.config, "storage": cache.storage, "steps": steps}
         how |= {"sample": turn.sample, "max_new_tokens": turn.max_new_tokens}
@@ -87,10 +87,15 @@ def generate_many(
 
 
 @contextlib.contextmanager
-def replayed_steps(vb: "VBModelWrapper") -> Iterator[BatchSteps | None]:
-    """Context of a batch whose decode steps are captured and replayed; None where the device has no graphs."""
-    generating = vars(vb.module).get("generate")
-    steps = generating.batch_steps() if isinstance(generating, Generating) else None
+def replayed_steps(vb: "VBModelWrapper", cache: dict[str, Any] | None) -> Iterator[BatchSteps | None]:
+    """Context of a batch whose decode steps are captured and replayed; None where the device has no graphs.
+
+    Args:
+        cache: of `cache_for`; None: there is no batch.
+    """
+    generating, steps = vars(vb.module).get("generate"), None
+    if cache is not None and isinstance(generating, Generating):
+        steps = generating.batch_steps(cache["max_requests_per_batch"], cache["max_batch_tokens"])
     try:
         yield steps
     finally:

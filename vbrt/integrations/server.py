@@ -53,5 +53,5 @@ def server_of(
     """
     cache, storage = cache_for(vb, context, sequences, kv_bits=kv_bits) if together else (None, None)
     metrics = lambda: (vb.metrics(), CONTENT_TYPE)  # noqa: E731
-    how = {"cache": cache, "storage": storage, "steps": replayed_steps(vb), "metrics": metrics}
+    how = {"cache": cache, "storage": storage, "steps": replayed_steps(vb, cache), "metrics": metrics}
     return Server(vb.module, tokenizer, name, context=context, sample=sample, **how)

@@ -134,10 +134,10 @@ def _runner_class(plain: type) -> type:
             if self.supports_logits_to_keep(model):
                 batch_data["logits_to_keep"] = batch_data["logits_indices"]
             batch_data["max_length_q"] = 1  # one query for each sequence, padded ones included
-            lengths = batch_data["max_length_k"]
-            lengths.update(dict.fromkeys(lengths, self.cache.max_tokens_read))
             given, outputs = self.inputs_and_outputs, self.inputs_and_outputs.get_cb_kwargs()
             sizes = batch_data["input_ids"].shape[1], *(index.shape[0] for index in batch_data["read_index"])
+            lengths = batch_data["max_length_k"]
+            lengths.update(dict.fromkeys(lengths, max(sizes[1:])))  # no sequence has more
             written = batch_data["input_ids"], outputs[-1], *_tensors_of(self.cache)
 
             def step() -> Tensor:

@@ -3,6 +3,7 @@
 import os
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import vbrt
 from tests.kernels.cuda.compiling_cases import asked  # noqa: F401  # a fixture
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import new_page, unpack
+from vbrt.generation.capture.session import Steps
 from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.compiling import FIRST, noters
 from vbrt.kernels.cuda.e2m1 import launches, linear
@@ -104,6 +106,12 @@ def test_counts_that_run_the_same_code_are_of_one_kind(monkeypatch):
     assert len(set(kinds(range(65, 4097)))) < 40  # of 4032
     assert kinds((5000,)) == [None] and kinds((100,), torch.float64) == [None]
     assert kinds((1,)) != kinds((9,), torch.float32) == kinds((27,))
+
+    sizes = []  # for a batch of sequences that come and go, all of them
+    Steps.compile_for_batch(SimpleNamespace(compile_ahead=lambda size, *, soon: sizes.append(size)), 256, 4096)
+    assert sizes[:2] == [4096, 256] and len(sizes) < 400
+    for shape in ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)):
+        assert set(kinds(sizes, shape=shape)) == set(kinds(range(1, 4097), shape=shape))
 
 
 @pytest.mark.gpu
