@@ -21,12 +21,14 @@ import http.client
 import itertools
 import json
 import random
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -193,7 +195,6 @@ def offline(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator
         yield
         said, room = ROOMS[case]
         vb.set_budget("gpu", room)
-        run(vb, prompts, 2)
         row, passes = run(vb, prompts, options.new)
         row |= bound(row, passes, resident, link) | {"link_bytes_s": link, "fallbacks": list(vb.stats().fallbacks)}
         rows.append({"case": f"{case}, {said}", **row})
@@ -315,6 +316,16 @@ def users_row(port: int, name: str, users: int, *, rounds: int, words: int, new:
     }  # fmt: skip
 
 
+def steps_of(port: int) -> dict[str, int]:
+    """Decode steps of a server of vbrt so far, by how they ran; transformers' has no such metrics."""
+    try:
+        with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=5) as reply:
+            found = re.findall(r'decode_steps_total{.*how="(\w+)".*} (\d+)', reply.read().decode())
+    except urllib.error.HTTPError:
+        return {}
+    return {how: int(count) for how, count in found}
+
+
 def serving(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[None]:
     """Add rows; yields after each."""
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
@@ -337,7 +348,10 @@ def serving(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator
                         users_row(port, name, users, rounds=1, words=options.words, new=4)
                     for users in options.users:
                         how = {"rounds": options.rounds, "words": options.words, "new": options.new}
-                        rows.append({"case": case, "ready_s": ready_s, **users_row(port, name, users, **how)})
+                        before = steps_of(port)
+                        row = users_row(port, name, users, **how)
+                        steps = {how: count - before[how] for how, count in steps_of(port).items()}
+                        rows.append({"case": case, "ready_s": ready_s, **row, "steps": steps})
                         yield
                 except Exception as error:
                     raise RuntimeError(f"{case}: {error}; it said: {log.read_text()[-2000:]}") from error

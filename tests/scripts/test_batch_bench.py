@@ -57,6 +57,7 @@ def test_users_of_both_servers_have_rows(tmp_path, monkeypatch):
     rows = []
     for _ in bench.serving(argparse.Namespace(**how, only=["vbrt fp4, all", "transformers"]), rows):
         assert rows[-1]["tokens_per_s"] > 0 and rows[-1]["texts"] == rows[-1]["users"] * 4
+        assert set(rows[-1]["steps"]) == ({"captured", "eager"} if "vbrt" in rows[-1]["case"] else set())
         assert 0 < rows[-1]["first_ms"] <= rows[-1]["first_ms_most"] and rows[-1]["token_ms"] > 0
     named = [(row["case"].partition(",")[0], row["users"]) for row in rows]
     assert named == [(case, users) for case in ("vbrt fp4", "transformers serve") for users in (1, 3)]
