@@ -13,7 +13,7 @@ from tests.integrations.near_ties import largest_gap
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-from vbrt.generation.capture.batch_steps import NEW_SIZE, BatchSteps  # noqa: E402 - imports transformers
+from vbrt.generation.capture.batch_steps import AGAIN, NEW_SIZE, BatchSteps  # noqa: E402 - imports transformers
 from vbrt.generation.generate import Terms  # noqa: E402
 from vbrt.integrations import batches  # noqa: E402
 from vbrt.integrations.text_generation import Turn  # noqa: E402
@@ -130,7 +130,7 @@ def test_steps_are_traced_fused_and_replayed_with_their_sampling(routed, monkeyp
         put(monkeypatch, steps_on_cpu(vb))
         assert largest_gap(vb, asked, plain, generated(vb, asked)) < 0.1
         counts = vb.stats().steps
-        assert counts.captured >= 20 and counts.recordings >= 1 and counts.joined and counts.reasons[NEW_SIZE]
+        assert counts.captured >= 20 and counts.causes[AGAIN] >= 1 and counts.joined and counts.reasons[NEW_SIZE]
         put(monkeypatch, steps := steps_on_cpu(vb))
         steps.release()
         assert generated(vb, asked) == plain and vb.stats().steps.captured == counts.captured

@@ -25,9 +25,10 @@ from vbrt.generation.fusion.graph_backends import Recorder
 from vbrt.kernels.operator_trace import StepRefused
 from vbrt.layers.modules.compiled_forward import FEW_TOKENS
 
-__all__ = ["NEW_SIZE", "BatchSteps", "StepsOfModel"]
+__all__ = ["AGAIN", "NEW_SIZE", "BatchSteps", "StepsOfModel"]
 
 NEW_SIZE = "the first pass of a batch of its size"
+AGAIN = "a size of a batch that has come again"  # why a step is captured
 _SEEN = 2  # passes of a size before it is captured
 _TRIES = 3  # captures of a size, where other passes came between
 _MOST = 64  # captures; then all are made anew
@@ -38,7 +39,7 @@ class StepsOfModel(Protocol):
     """Captured steps of a model over all calls, which count those of batches, too."""
 
     captured: int
-    recordings: int
+    causes: Counter[str]
     record_us: int
     joined: Counter[str]
     unjoined: Counter[str]
@@ -119,7 +120,7 @@ class BatchSteps:
             step()
             return
         self._captured[key] = captured
-        self._steps.recordings += 1
+        self._steps.causes[AGAIN] += 1
         self._steps.record_us += (time.perf_counter_ns() - begun) // 1000
         self._steps.joined.update(captured.run.report.joined)
         self._steps.unjoined.update(captured.run.report.unjoined)
