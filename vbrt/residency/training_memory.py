@@ -7,14 +7,16 @@ Gradients and update state are never on a GPU.
 
 from collections.abc import Mapping, Sequence
 
+from vbrt.config.budgets import Machine
+from vbrt.config.parse_budgets import parse_ahead
 from vbrt.config.schema import VBConfig
 from vbrt.config.tier_records import TIERS
 from vbrt.errors import ConfigError
 from vbrt.residency.byte_text import format_bytes
-from vbrt.residency.plan import PageSpec, Swap
+from vbrt.residency.plan import PageSpec, Plan, Swap
 from vbrt.residency.room_division import spread
 
-__all__ = ["GRADIENT", "STATE", "with_state"]
+__all__ = ["GRADIENT", "STATE", "ahead_bytes", "with_state"]
 
 GRADIENT, STATE = "gradient", "state"  # planes
 _MOMENTS = {"fp32": 8, "8bit": 2 + 8 / 256}  # bytes per weight for both, with a scale per 256
@@ -59,6 +61,30 @@ def with_state(
     for pages in state.values():
         homes |= _placed(pages, left, config.source)
     return [(*layer, *(state[plane][at] for plane in state)) for at, layer in enumerate(layers)], homes
+
+
+def ahead_bytes(plan: Plan, config: VBConfig, machine: Machine) -> int:
+    """Return the bytes of host memory for updates ahead of the optimizer's step, as training takes them after its first
+    step (`training.full.update_ahead`): for the first weights, as many as there is room for."""
+    asked = parse_ahead(config.training.ahead, where="training.ahead")
+    auto, pages = asked.kind == "auto", [page for swap in plan.swaps for page in swap.pages]
+    if plan.mode != "full" or (auto and (plan.compute_tier != "gpu" or any(page.home == "ssd" for page in pages))):
+        return 0
+    held = sum(page.nbytes for page in pages if page.home == "cpu")
+    sums = sum(4 * swap.site.parameters for swap in plan.swaps if swap.dtype == "float32")
+    left = machine.cpu_available_bytes - held
+    limit = asked.amount if asked.kind == "bytes" else asked.amount * machine.cpu_total_bytes / machine.ranks_here
+    room = min(left // 2 if auto else limit, left, plan.budgets.get("cpu", 0) - held - sums)
+    taken = 0
+    for swap in plan.swaps:
+        own = [page for page in swap.pages if page.plane != GRADIENT]
+        nbytes = sum(page.nbytes for page in own)
+        if any(page.home != "cpu" for page in own):
+            continue
+        if taken + nbytes > room:
+            break
+        taken += nbytes
+    return taken
 
 
 def _page(swap: Swap, plane: str, each: float) -> PageSpec:

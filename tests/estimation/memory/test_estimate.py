@@ -161,6 +161,19 @@ def test_training_from_the_tiers_leaves_gradients_and_state_of_kept_parameters_a
     assert 12 * kept < traced < 32 * kept  # gradients, state; while it steps, masters and gradients in fp32
 
 
+@pytest.mark.parametrize(("available", "ahead", "share"), [(32, "auto", 1.0), (0.05, "auto", 0.3), (32, 0, 0.0)])
+def test_updates_ahead_take_host_memory_that_is_free(available, ahead, share):
+    on = Machine(GiB, GiB, 32 * GiB, int(available * GiB))
+    config = load_config("full", tiers={"gpu": {"budget": "4MiB"}}, training={"ahead": ahead})
+    found = vbrt.estimate(model_of().bfloat16(), "train", config, machine=on, batch=2, context=64)
+    rows = {(row.name, row.tier): row.nbytes for row in found.rows}
+    wanted = sum(12.125 * swap.site.parameters for swap in found.plan.swaps)
+    taken = rows["updates ahead", "cpu"]
+    assert taken == found.spare_bytes and found.fits
+    assert taken == pytest.approx(wanted, rel=0.02) if share == 1.0 else taken <= share * wanted
+    assert taken <= (on.cpu_available_bytes - rows["pages", "cpu"]) // 2 and (taken > 0) == (share > 0)
+
+
 @pytest.mark.exhaustive
 def test_activations_are_counted_as_the_config_asks_for_them():
     on_gpu, sizes = Machine(GiB, GiB, 32 * GiB, 32 * GiB), {"batch": 2, "context": 256}

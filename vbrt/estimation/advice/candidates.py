@@ -245,7 +245,8 @@ def _host_lacks(asked: Asked, way: _Way, lacks: Mapping[str, int]) -> tuple[str,
     """Return the host memory whose lack makes a plan fail; None: it fails for another reason."""
     machine = _larger(asked.machine, lacks)
     choice = asked.on(_larger(machine, {"cpu": 1 << 50})).choice(way)
-    takes = 0 if choice.found is None else int(choice.found.tiers.get("cpu", 0) / _AUTO)
+    found = choice.found
+    takes = 0 if found is None else int((found.tiers.get("cpu", 0) - found.spare_bytes) / _AUTO)
     return ("cpu", takes - machine.cpu_available_bytes) if takes > machine.cpu_available_bytes else None
 
 

@@ -12,8 +12,9 @@ from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.memory_needs import machine_bytes
 from vbrt.residency.plan import Plan
 
-__all__ = ["Estimate", "Row", "records"]
+__all__ = ["AHEAD", "Estimate", "Row", "records"]
 
+AHEAD = "updates ahead"  # row of memory that training takes only where it is free
 _BAR = 40
 #: bars' shades, in order
 _SHADES = {
@@ -93,6 +94,11 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Peak bytes in the computing tier: `torch.cuda.max_memory_allocated()` on a GPU."""
         return self.tiers[self.compute_tier]
+
+    @property
+    def spare_bytes(self) -> int:
+        """Part of the host's bytes that training takes only where they are free: for updates before their step."""
+        return sum(row.nbytes for row in self.rows if row.name == AHEAD)
 
     @property
     def recorded(self) -> bool:

@@ -4,14 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from vbrt.config import Machine
+from vbrt.config import Machine, VBConfig
 from vbrt.estimation.memory.cuda_allocator import Blocks, allocated_bytes
-from vbrt.estimation.memory.estimate_report import Row, records
+from vbrt.estimation.memory.estimate_report import AHEAD, Row, records
 from vbrt.estimation.memory.expert_workspace import HeldExperts
 from vbrt.estimation.memory.fake_trace import Trace
 from vbrt.estimation.memory.task import Task
 from vbrt.residency.memory_needs import TierNeed, tier_needs
 from vbrt.residency.plan import Plan
+from vbrt.residency.training_memory import ahead_bytes
 
 __all__ = ["more_parts", "parts", "stages", "step_rows", "swapped_parameters", "weight_rows"]
 
@@ -27,7 +28,9 @@ _THERE = {
 }
 
 
-def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str, task: Task) -> list[Row]:
+def weight_rows(
+    model: nn.Module, plan: Plan | None, config: VBConfig | None, machine: Machine, tier: str, task: Task
+) -> list[Row]:
     """Return the bytes of weights and buffers by tier; `tier` is the computing one."""
     sized = allocated_bytes if tier == "gpu" else int
     parameters = {id(p): sized(p.numel() * p.element_size()) for p in model.parameters()}
@@ -40,6 +43,8 @@ def weight_rows(model: nn.Module, plan: Plan | None, machine: Machine, tier: str
         rounded = sum(parameters[id(p)] - p.numel() * p.element_size() for p in kept)
         nbytes = plan.unbudgeted_bytes + rounded
         rows = [*_page_rows(plan, machine, task), Row("not swapped", tier, nbytes, "counted", "parameters")]
+        if config is not None and task.trains:
+            rows.append(Row(AHEAD, "cpu", ahead_bytes(plan, config, machine), "counted", "if it is free"))
     return [*rows, *_merged_row(plan, tier), Row("buffers", tier, sum(buffers.values()), "counted")]
 
 

@@ -53,7 +53,7 @@ def estimate_of(
             parameter.requires_grad_(False)
     tier = _compute_tier(plan, machine)
     traced = traced or whole_trace(bare, task, plan, asked_of(config, tier))
-    weights = weight_rows(bare, plan, machine, tier, task)
+    weights = weight_rows(bare, plan, config, machine, tier, task)
     held = {stage: parts(traced, stage) for stage in stages(traced)}
     more = more_parts(task, plan, machine, tier, held, traced)
     steady = {row.name: row.nbytes for row in weights if row.tier == tier}
