@@ -3,8 +3,9 @@
     python -m scripts.training_host [--tokens 8192] [--threads 4 8 12 16] [--rounds 2] [--out FILE]
 
 One model in one process, variants in turns: numbers of update threads; a shorter interval after which threads take the
-GIL from each other; updates at the step only; no updates at all, which leaves both passes. The resident model, whose
-launches are those that anybody has, comes first. A row, milliseconds a step (medians):
+GIL from each other; updates at the step only; no updates at all, which leaves both passes; and last updates that
+compute nothing, which leaves what Python does for them, and takes cores and memory's rate from nobody. The resident
+model, whose launches are those that anybody has, comes first. A row, milliseconds a step (medians):
 
 - step: until the GPU is done; forward, backward, update: until the call returns;
 - waited: of it, leases of layers, for their own update; computed: updates, in the background;
@@ -14,6 +15,7 @@ launches are those that anybody has, comes first. A row, milliseconds a step (me
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -29,6 +31,7 @@ import torch
 from scripts.full_models import emptied, waited
 from scripts.measuring import machine, markdown_table
 from scripts.typed_training import DEVICE, LR, batch_of, in_tiers, recomputing
+from vbrt.kernels.cpu.update import TeamPart
 from vbrt.training.full.update_threads import Helpers, cores
 
 _TASKS = Path("/proc/self/task")
@@ -126,6 +129,29 @@ def at_the_step(loop: Loop, *, steps: bool = True) -> Iterator[None]:
             gradient.ahead = ahead
 
 
+class _Nothing(TeamPart):
+    """A part of an update that computes nothing, as quickly."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def by_team(self, team: object, count: int) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def computing_nothing(loop: Loop) -> Iterator[None]:
+    """Updates compute nothing: the weights are none afterwards."""
+    loop.model.settle()
+    updater = loop.optimizer._vb_updater
+    before, updater.kernel = updater.kernel, dataclasses.replace(updater.kernel, run=_Nothing)
+    try:
+        yield
+    finally:
+        loop.model.settle()
+        updater.kernel = before
+
+
 def variants(loop: Loop, threads: list[int]) -> dict[str, Callable[[], contextlib.AbstractContextManager]]:
     """By name, what holds while a variant's steps run."""
     found: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"as it is": contextlib.nullcontext}
@@ -155,6 +181,8 @@ def measured(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         for name, holds in variants(loop, options.threads).items():
             with holds():
                 rows.setdefault(name, []).extend([loop.step() for _ in range(1 + options.steps)][1:])
+    with computing_nothing(loop):
+        rows["updates compute nothing"] = [loop.step() for _ in range(1 + options.rounds * options.steps)][1:]
     return found | {name: medians(steps) for name, steps in rows.items()}
 
 

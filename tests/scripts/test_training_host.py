@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+import torch
 
 from scripts import training_host as host
 from scripts.typed_training import batch_of, in_tiers
@@ -28,10 +29,19 @@ def test_variants_change_what_they_name_and_change_it_back():
         assert vb.stats().updates.steps == steps + 1
         loop.step()
         assert vb.stats().updates.steps == steps + 2
+        weight = vb.model.layers[0].mlp.up_proj
+        before = weight.weight_now()
+        with known["as it is"](), host.computing_nothing(loop):
+            loop.step()
+        assert torch.equal(weight.weight_now(), before)
+        loop.step()
+        vb.settle()
+        assert not torch.equal(weight.weight_now(), before)
 
 
 def test_a_row_for_each_variant():
     pytest.importorskip("transformers")
     lines = host.table(host.measured(OPTIONS))
     rows = [line.split(" | ")[0].strip("| ") for line in lines[2:]]
-    assert rows == ["resident", "as it is", "1 threads", "GIL after 0.1 ms", "updates at the step", "no updates"]
+    varied = ["1 threads", "GIL after 0.1 ms", "updates at the step", "no updates", "updates compute nothing"]
+    assert rows == ["resident", "as it is", *varied]
