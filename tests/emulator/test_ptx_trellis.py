@@ -34,7 +34,7 @@ def test_few_tokens(gpu, k, tokens):
     assert error(y, reference.ACTIVATIONS["silu"](x.double() @ weight.T + bias.double())) < 4e-3
     y = trellis_linear._product(x, *trellis_linear._fields(planes), None, "none")
     assert error(y, x.double() @ weight.T) < 4e-3 and not y[:, 3].any()
-    assert gpu == ["linear_kernel"] * 2
+    assert gpu == ["rotate_kernel", "linear_kernel"] * 2
 
 
 @pytest.mark.sample(1)

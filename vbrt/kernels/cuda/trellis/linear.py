@@ -1,6 +1,6 @@
 """Linear layers on trellis codes (`t3`): backend "triton" of the ops "linear" and "decode_weight".
 
-Up to `FUSED_TOKENS` bf16 tokens, inputs are rotated by a matmul, and one kernel decodes the codes in registers,
+Up to `FUSED_TOKENS` bf16 tokens, a kernel scales and rotates inputs, and one decodes the codes in registers,
 multiplies on tensor cores and applies scales, bias and activation to fp32 sums. Otherwise a kernel decodes the weight
 to the activations' dtype for the vendor's matmul. Unsupported cases (CPU tensors) fall back to the reference, GPUs
 without `FUSED_NEEDS` too. Pages hold the plain coarse plane.
@@ -26,7 +26,18 @@ from vbrt.kernels.cuda.launch_table import Launch
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op
 from vbrt.libraries import triton_api
 
-__all__ = ["FORMATS", "FUSED_NEEDS", "FUSED_TOKENS", "LAUNCH", "decode_weight", "linear", "rotation", "route"]
+__all__ = [
+    "FORMATS",
+    "FUSED_NEEDS",
+    "FUSED_TOKENS",
+    "LAUNCH",
+    "decode_weight",
+    "largest",
+    "linear",
+    "rotation",
+    "rotation_back",
+    "route",
+]
 
 FORMATS = formats_of("trellis")
 #: maximum tokens of the fused kernel, in groups of 8
@@ -35,6 +46,7 @@ FUSED_NEEDS = devices.BF16
 LAUNCH = Launch(1, 4, True)  # warps that split K
 _UNROLL = 4  # 64-column groups that a warp loads at a time
 _DECODE_WARPS = 4
+_ROTATED_TOKENS = 16  # that a program rotates
 
 
 @functools.cache
@@ -42,6 +54,13 @@ def _fused_launcher() -> Launcher:
     from vbrt.kernels.cuda.trellis import linear_gluon
 
     return Launcher(linear_gluon.linear_kernel)
+
+
+@functools.cache
+def _rotate_launcher() -> Launcher:
+    from vbrt.kernels.cuda.trellis import decode_triton
+
+    return Launcher(decode_triton.rotate_kernel)
 
 
 @functools.cache
@@ -63,7 +82,7 @@ def rotation(block: int, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _rotation_back(block: int, device: torch.device) -> Tensor:
+def rotation_back(block: int, device: torch.device) -> Tensor:
     """bf16 [H, H] of 1 and -1: rotated weights @ it."""
     return rotate(torch.eye(block, dtype=torch.float32, device=device)).mul_(8).t().contiguous().bfloat16()
 
@@ -118,19 +137,40 @@ class _Product(torch.autograd.Function):
         return dy @ _decode(ctx.planes, dy.dtype), None
 
 
-def _fields(planes: WeightPlanes) -> tuple[Tensor, Tensor, Tensor]:
-    return planes.coarse["codes"], planes.coarse["scales"], planes.coarse["tensor_scale"]
+def _fields(planes: WeightPlanes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    coarse = planes.coarse
+    return coarse["codes"], coarse["scales"], coarse["columns"], coarse["tensor_scale"]
 
 
-def _product(x: Tensor, codes: Tensor, scales: Tensor, unit: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def _rotated(x_MK: Tensor, columns: Tensor) -> Tensor:
+    """bf16 [M, Kp] in the order of `rotation`."""
+    (tokens, k), kp, block = x_MK.shape, len(columns), block_of(x_MK.shape[1])
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    rotated = torch.empty(tokens, kp, dtype=x_MK.dtype, device=x_MK.device)
+    _rotate_launcher()(
+        x_MK.device.index,
+        (-(-tokens // _ROTATED_TOKENS), kp // block),
+        (x_MK, columns, rotation(block, x_MK.device), rotated),
+        (tokens, k, kp // 64, x_MK.stride(0)),
+        warps=_DECODE_WARPS,
+        specialized=(k, x_MK.stride(0)),
+        ROWS=_ROTATED_TOKENS,
+        BLOCK=block,
+    )
+    return rotated
+
+
+def _product(
+    x: Tensor, codes: Tensor, scales: Tensor, columns: Tensor, unit: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
     """activation(x @ w.T + bias) for any number of bf16 tokens, by the kernel that `route` names."""
     k, n, groups = x.shape[-1], len(scales), codes.shape[1] // 96
     x_MK, block = x.reshape(-1, k), block_of(k)
     tokens = len(x_MK)
     if tokens > FUSED_TOKENS:
-        return reference.activate(F.linear(x, _decode_codes(codes, scales, unit, k, x.dtype), bias), activation)
-    wide = x_MK if k == 64 * groups else F.pad(x_MK, (0, 64 * groups - k))
-    rotated = wide.reshape(-1, block) @ rotation(block, x.device)
+        w_NK = _decode_codes(codes, scales, columns, unit, k, x.dtype)
+        return reference.activate(F.linear(x, w_NK, bias), activation)
+    rotated = _rotated(x_MK, columns)
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     bias = None if bias is None else bias.contiguous()
     _fused_launcher()(
@@ -156,20 +196,26 @@ def _decode(planes: WeightPlanes, dtype: torch.dtype) -> Tensor:
     return decode(*_fields(planes), planes.shape[1], dtype)
 
 
-def _decode_codes(codes: Tensor, scales: Tensor, unit: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+def largest(dtype: torch.dtype) -> float:
+    """Magnitude that decoded weights end at."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+
+
+def _decode_codes(codes: Tensor, scales: Tensor, columns: Tensor, unit: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     n, groups, block = len(scales), codes.shape[1] // 96, block_of(k)
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     with torch.cuda.device(codes.device):
         _decode_kernels().decode_kernel[(-(-n // 16), groups * 64 // block)](
             codes,
             scales,
+            columns,
             unit,
-            _rotation_back(block, codes.device),
+            rotation_back(block, codes.device),
             w_NK,
             n,
             k,
             groups,
-            min(torch.finfo(dtype).max, torch.finfo(torch.float32).max),
+            largest(dtype),
             BLOCK=block,
             num_warps=_DECODE_WARPS,
             **triton_api.fp_fusion(True),
@@ -180,12 +226,12 @@ def _decode_codes(codes: Tensor, scales: Tensor, unit: Tensor, k: int, dtype: to
 _linear_op = cuda_op(
     "trellis_linear",
     _product,
-    "(Tensor x, Tensor codes, Tensor scales, Tensor unit, Tensor? bias, str activation) -> Tensor",
-    lambda x, codes, scales, unit, bias, activation: x.new_empty(*x.shape[:-1], scales.shape[0]),
+    "(Tensor x, Tensor codes, Tensor scales, Tensor columns, Tensor unit, Tensor? bias, str activation) -> Tensor",
+    lambda x, codes, scales, columns, unit, bias, activation: x.new_empty(*x.shape[:-1], scales.shape[0]),
 )
 _decode_op = cuda_op(
     "trellis_decode",
     _decode_codes,
-    "(Tensor codes, Tensor scales, Tensor unit, SymInt k, ScalarType dtype) -> Tensor",
-    lambda codes, scales, unit, k, dtype: codes.new_empty(scales.shape[0], k, dtype=dtype),
+    "(Tensor codes, Tensor scales, Tensor columns, Tensor unit, SymInt k, ScalarType dtype) -> Tensor",
+    lambda codes, scales, columns, unit, k, dtype: codes.new_empty(scales.shape[0], k, dtype=dtype),
 )
