@@ -10,7 +10,7 @@ from tests.kernels.expert_cases import exact_rows, expert_pages, grouped_pairs
 from tests.matrix import matrix
 from vbrt.formats import get_format
 from vbrt.formats.nf4 import NF4_LEVELS
-from vbrt.kernels.cuda.experts import gated_rows, row_experts
+from vbrt.kernels.cuda.experts import gated_rows, row_experts, trellis_experts
 from vbrt.kernels.cuda.table import linear as table_linear
 from vbrt.kernels.experts import Gate, apply_gate, part_planes, weigh_and_sum
 
@@ -45,6 +45,7 @@ BYTES = [
     "floatzeros64-bfloat16",
     "zerobytes128-float16",
 ]
+TRELLIS_CASES = [(1, 136, torch.bfloat16), (2, 256, torch.float16), (15, 328, torch.bfloat16), (15, 136, torch.float32)]
 BYTE_CASES = [(1, 264, torch.bfloat16), (2, 136, torch.float32), (15, 264, torch.bfloat16)]  # 264: two superblocks
 IDS = torch.tensor([[0, 2], [2, 3], [0, 2], [-1, 2], [2, 0]] * 3)  # of 3 experts: both kinds of sentinels
 
@@ -55,7 +56,8 @@ def check_rows_and_sums(name, tokens, k, dtype, monkeypatch):
     pages, weights = expert_pages(name, shapes, 3, dtype=dtype, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
     monkeypatch.setattr(row_experts, "route", lambda *_: "fused")
-    monkeypatch.setattr(row_experts, "group_pairs", grouped_pairs)
+    for module in (row_experts, trellis_experts):
+        monkeypatch.setattr(module, "group_pairs", grouped_pairs)
     monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
     x, ids, bias, gate = torch.randn(tokens, k).to(dtype), IDS[:tokens], torch.randn(3, 48), Gate("silu")
     h = row_experts.up(x, ids, pages, gate=gate, bias_EN=bias)
@@ -90,8 +92,15 @@ def test_rows_and_sums_of_pairs_by_bytes(name, case, gpu, monkeypatch):  # noqa:
     assert gpu.count("groups_kernel" if tokens == 15 else "pairs_kernel") == 2
 
 
+@pytest.mark.sample(2)
+@matrix(case=TRELLIS_CASES, at_most=2)
+def test_rows_and_sums_of_pairs_by_trellis_codes(case, gpu, monkeypatch):  # noqa: F811
+    check_rows_and_sums("t3", *case, monkeypatch)
+    assert gpu.count("rotate_pairs_kernel") == gpu.count("experts_kernel") == 2
+
+
 @pytest.mark.sample(3)
-@matrix(name=[*FORMATS, *LEVELS, *BYTES], at_most=4)
+@matrix(name=[*FORMATS, *LEVELS, *BYTES, "t3"], at_most=4)
 def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_bits_of_their_format(name, gpu, monkeypatch):  # noqa: F811
     pages, _ = expert_pages(name, {"up": (16, 128), "down": (24, 264)}, 3, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])

@@ -44,6 +44,26 @@ def test_a_model_computes_with_the_decoded_weights(wrapped):
     assert pages["1#coarse"] == get_format("t3").layout((64, 70), torch.float32).nbytes
 
 
+def test_routed_experts_compute_with_their_decoded_weights():
+    pytest.importorskip("transformers")
+    from tests.models import qwen3_moe
+
+    ids = torch.arange(12)[None]
+    with vbrt.wrap(qwen3_moe(), weights=T3 | {"include": ["*.experts"]}, tiers=ON_CPU) as vb, torch.no_grad():
+        got = vb.materialize()(ids).logits
+        (plain, *_), held = (swap for swap in vb.plan.swaps if swap.experts), qwen3_moe()
+        assert plain.format == "t3" and {layer.format for layer in vb.stats().layers.values()} == {"t3"}
+        for name, module in vb.module.named_modules():
+            if name.endswith(".experts"):
+                plain = held.get_submodule(name)
+                for parameter in ("gate_up_proj", "down_proj"):
+                    decoded = getattr(module, parameter).to(torch.bfloat16)
+                    assert not torch.equal(decoded, getattr(plain, parameter))
+                    getattr(plain, parameter).data.copy_(decoded)
+    with torch.no_grad():
+        torch.testing.assert_close(got, held(ids).logits, rtol=0.05, atol=0.02)
+
+
 def test_a_table_stays_dense_by_name(wrapped):
     reason = wrapped.plan.skipped["0"].reason
     assert "looked up one by one" in reason and "t3 codes 16 rows together" in reason

@@ -21,7 +21,8 @@ N(0,1): 17.1 dB; a scalar code of 3 bits has 14.6, the bound is 18.1. The codebo
 logical operations for two weights: a hash of the 14 bits, masked to a sign, two bits of an exponent and three of a
 mantissa, twice, and the sum of both, which is nearly Gaussian. Values are whole numbers of 1/64 below 4, exact in bf16,
 a scale has five significant bits, a column's four, so everything up to the final rounding to a weight's dtype is exact
-in fp32, in any order of summation: all devices decode to the same bits. Encoders differ in ties and in the rounding of path costs.
+in fp32, in any order of summation: all devices decode to the same bits. Encoders differ in ties and in the rounding of
+path costs.
 
 **Tile.** Pairs come in the order in which a warp's lanes hold the A operand of `mma.sync.m16n8k16`: lane 4 g + t has
 rows g and g + 8, columns 2 t, 2 t + 1 and those 8 further, 24 bits in all. Four tiles that follow each other along K

@@ -27,8 +27,9 @@ NIBBLES = [
 BYTES = ["bytes32-float16", "superbytes16", "superbytes32", "floatbytes128-float32", "unitbytes128"]
 BYTES += ["offsetbytes32-float16", "zerobytes128-float16", "floatzeros64-bfloat16"]
 BYTES += ["mxint8"]
+TRELLIS = ["t3"]
 LEVELS = ["nf4", "quantile", "symmetric32-float16", "levels32-float16", "levels128-bfloat16"]
-FORMATS = NIBBLES + BYTES + LEVELS
+FORMATS = NIBBLES + BYTES + LEVELS + TRELLIS
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 GPU = torch.device("cuda", 0)
 
@@ -127,7 +128,7 @@ def test_experts_match_float64(name, shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["superblock32", "bytes32-float16"])
+@pytest.mark.parametrize("name", ["superblock32", "bytes32-float16", "t3"])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_graphs_follow_ids_and_addresses(tokens, name):
     shapes = {"up": (192, 256), "down": (256, 96)}

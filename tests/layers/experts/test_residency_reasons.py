@@ -18,6 +18,7 @@ from vbrt.layers.experts import residency_reasons
         ("superblock32", ""),
         ("superbytes16", ""),
         ("levels16-float32", ""),
+        ("t3", ""),
         (
             "zeros16-float16-ordered",
             "some.experts: the triton kernels of zeros16-float16-ordered do not take pages by address here",

@@ -26,7 +26,7 @@ from vbrt.formats.page import PageLayout
 from vbrt.kernels import experts
 from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
-from vbrt.kernels.cuda.experts import decoded_experts
+from vbrt.kernels.cuda.experts import decoded_experts, trellis_experts
 from vbrt.kernels.cuda.experts.few_tokens import summands_of
 from vbrt.kernels.cuda.experts.gated_rows import gated_rows
 from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
@@ -35,14 +35,20 @@ from vbrt.kernels.cuda.launch_table import are_few, pairs_are_alone
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.trellis import linear as trellis_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 
 __all__ = ["FORMATS", "down", "route", "takes_addresses", "up"]
 
-_NIBBLES = table_linear.SERVED
+_NIBBLES, _TRELLIS = table_linear.SERVED, trellis_linear.FORMATS
 #: formats by the module that decodes a matrix of them
-_DECODERS = {_NIBBLES: table_linear, plain_linear.FORMATS: plain_linear, whole_linear.FORMATS: whole_linear}
+_DECODERS = {
+    _NIBBLES: table_linear,
+    plain_linear.FORMATS: plain_linear,
+    whole_linear.FORMATS: whole_linear,
+    _TRELLIS: trellis_linear,
+}
 FORMATS = tuple(itertools.chain.from_iterable(_DECODERS))
 
 #: field of offsets -> the 4-bit kernel's OFFSETS
@@ -186,12 +192,15 @@ def _rows(x_MK: Tensor, ids_Tk: Tensor, pages: ExpertPages, part: str, bias_EN: 
     width, k = x_MK.shape[1], pages.shapes[part][1]
     if width != k:
         raise KernelError(f"experts, part {part!r}: x has shape {tuple(x_MK.shape)}; expected (..., {k})")
-    matrix = _matrix(pages, part)
-    y_PN = x_MK.new_empty(ids_Tk.numel(), matrix.n, dtype=torch.float32)
-    if y_PN.numel():
-        multiply = _multiply_nibbles if pages.format_of(part) in _NIBBLES else _multiply_bytes
-        bias = None if bias_EN is None else bias_EN.contiguous()
-        multiply(x_MK, ids_Tk.contiguous(), pages, part, matrix, bias, per_row, y_PN)
+    y_PN, format = x_MK.new_empty(ids_Tk.numel(), pages.shapes[part][0], dtype=torch.float32), pages.format_of(part)
+    if not y_PN.numel():
+        return y_PN
+    ids, bias = ids_Tk.contiguous(), None if bias_EN is None else bias_EN.contiguous()
+    if format in _TRELLIS:
+        trellis_experts.multiply(x_MK, ids, pages, part, bias, per_row, y_PN)
+    else:
+        multiply = _multiply_nibbles if format in _NIBBLES else _multiply_bytes
+        multiply(x_MK, ids, pages, part, _matrix(pages, part), bias, per_row, y_PN)
     return y_PN
 
 
@@ -298,6 +307,8 @@ def _multiply_bytes(
 
 def _decode_pages(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
     """Return matrices in the order of rows, see `decoded_experts.Decode`."""
+    if pages.format_of(part) in _TRELLIS:
+        return trellis_experts.decode(pages, part, groups, first, count)
     matrix, (n, k), format = _matrix(pages, part), pages.shapes[part], pages.format_of(part)
     device, nibbles = groups.offsets.device, format in _NIBBLES
     w_GNK = torch.empty(count, n, k, dtype=torch.bfloat16, device=device)

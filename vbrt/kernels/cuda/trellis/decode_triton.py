@@ -156,7 +156,7 @@ def decode_experts_kernel(
     if tl.load(bound_ptr + expert + 1) > tl.load(bound_ptr + expert):
         address = tl.load(address_ptr + expert)
         w_ptr += tl.program_id(1).to(tl.int64) * N * K
-        for block in range(0, groups * 64 // BLOCK):
+        for block in range(groups * 64 // BLOCK):
             _decode(
                 pointer_of(address + code_at, "int32"), pointer_of(address + scale_at, "uint8"),
                 pointer_of(address + column_at, "uint8"), pointer_of(address + unit_at, "float32"), back_ptr, w_ptr,
