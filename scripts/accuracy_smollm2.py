@@ -33,6 +33,7 @@ RESULT = ROOT / "benchmarks" / "results" / "accuracy-smollm2-cpu.json"
 FORMATS = ("mxint8", "nvfp4", "mxfp4", "nf4", "quantile", "t3")
 CALIBRATED = ("nvfp4", "nf4", "t3")
 BUDGETS = (5, 6)  # bits a weight of `choose_precision`
+FEW = 3.5  # the same from t3 on
 KEYS = (8, 4)  # bits of keys and values in a KVCache
 _PAGE = 32  # tokens of a KVCache's page, and of a pass that reads it
 
@@ -83,13 +84,18 @@ def models(file: Path, texts: Texts) -> Iterator[tuple[str, vbrt.VBModelWrapper,
     FILES.mkdir(exist_ok=True)
     calibration = FILES / "calibration.json"
     calibration.write_text(json.dumps(texts.calibration[0].tolist()))
-    how = {"method": "hessian"}  # which runs the model once, not twice for each of 210 layers
+    how: dict[str, Any] = {"method": "hessian"}  # which runs the model once, not twice for each of 210 layers
     choice = vbrt.choose_precision(copy.deepcopy(dense), texts.calibration, f"{max(BUDGETS)} bits", **how)
     configs: dict[str, Any] = {format: {"weights": {"format": format}} for format in FORMATS}
     for format in CALIBRATED:
         configs[f"{format}, calibrated"] = {"weights": {"format": format, "calibrate": str(calibration)}}
     for bits in BUDGETS:
         configs[f"auto, {bits} bits"] = choice.within(f"{bits} bits").config
+    how["weights"] = {"format": "auto", "budget": f"{FEW} bits"}
+    few = vbrt.choose_precision(copy.deepcopy(dense), texts.calibration, **how).config
+    configs[f"auto, {FEW} bits"] = few
+    weights = {"format": few.weights.format, "formats": dict(few.weights.formats), "calibrate": str(calibration)}
+    configs[f"auto, {FEW} bits, calibrated"] = {"weights": weights}
     for name, config in configs.items():
         with vbrt.wrap(copy.deepcopy(dense), config) as vb:
             yield name, vb.materialize(progress=False), 16

@@ -188,6 +188,20 @@ def test_auto_wraps_a_model_that_writes_text_and_is_refused_by_name_elsewhere():
         vbrt.make_plan(mlp(), load_config(auto))
 
 
+def test_auto_begins_with_3_bits_where_4_do_not_fit():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).eval()
+    x, auto = torch.randn(2, 8, 256), config("auto", budget="4 bits")
+    choice = vbrt.choose_precision(model, x, config=auto)
+    assert [way.held for way in choice.layers[0].ways] == ["t3", "nvfp4", "mxint8", "dense"]
+    assert {layer.held for layer in choice.layers} == {"t3", "nvfp4"} and choice.loss < choice.loss_in_4_bits
+    assert vbrt.make_plan(model, choice.config).page_bytes == choice.nbytes <= choice.budget_bytes
+    assert "the others t3" in str(choice) and "with all in 3 bits" in str(choice)
+    assert vbrt.choose_precision(model, x, "5 bits", auto).config.weights.format == "nvfp4"
+    with pytest.raises(ConfigError, match="in 3 bits the layers take"):
+        vbrt.choose_precision(model, x, "3 bits", auto)
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
@@ -197,8 +211,8 @@ def test_auto_wraps_a_model_that_writes_text_and_is_refused_by_name_elsewhere():
         ({"sequences": []}, ArgumentError, "sequences is empty"),
         ({"sequences": [1, 2]}, ArgumentError, "sequences has the number 1; expected sequences"),
         ({"method": "fast"}, ArgumentError, 'method = \'fast\'; expected "kl" or "hessian"'),
-        ({"weights": {"format": "dense"}}, ConfigError, 'weights.format = "dense"; expected a 4-bit format'),
-        ({"weights": {"format": "mxint8"}}, ConfigError, 'weights.format = "mxint8"; expected a 4-bit format'),
+        ({"weights": {"format": "dense"}}, ConfigError, 'weights.format = "dense"; expected a format of 3 or 4 bits'),
+        ({"weights": {"format": "mxint8"}}, ConfigError, 'weights.format = "mxint8"; expected a format of 3 or 4 bits'),
     ],
 )
 def test_wrong_use_is_named(asked, error, words):

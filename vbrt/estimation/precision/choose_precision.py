@@ -1,9 +1,9 @@
 """`vbrt.choose_precision`: mixed precision by layer within a budget, from each layer's measured loss.
 
-Each layer's loss in 4 and in 8 bits is measured alone, the others unchanged. These losses are additive to about a
-percent, so the least sum within the budget is a knapsack (`knapsack.py`). Where two choices are closer than that, sums
-cannot rank them: the diagonal Hessian's choice is a second proposal, and the whole model is measured under both, on the
-same sequences.
+Each layer's loss in 4 and in 8 bits, and in 3 where the budget is too small for 4, is measured alone, the others
+unchanged. These losses are additive to about a percent, so the least sum within the budget is a knapsack
+(`knapsack.py`). Where two choices are closer than that, sums cannot rank them: the diagonal Hessian's choice is a
+second proposal, and the whole model is measured under both, on the same sequences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from vbrt.config import FORMATS, VBConfig, load_config, parse_weights_budget
+from vbrt.config import FORMATS, Budget, VBConfig, load_config, parse_weights_budget
 from vbrt.config.argument_checks import check_instance
 from vbrt.config.overrides import Config, SectionOverrides
 from vbrt.errors import ArgumentError, ConfigError, WrapError
@@ -43,7 +43,7 @@ from vbrt.residency.plan import Swap
 __all__ = ["METHODS", "choose_precision", "confirmed", "settled"]
 
 METHODS = ("kl", "hessian")
-_COARSE, _BETWEEN = "nvfp4", "mxint8"
+_LEAST, _COARSE, _BETWEEN = "t3", "nvfp4", "mxint8"
 
 
 def choose_precision(
@@ -55,7 +55,7 @@ def choose_precision(
     method: str = "kl",
     **overrides: Unpack[SectionOverrides],
 ) -> Precision:
-    """Choose each layer's precision (4 bits, 8 bits or lossless) within a budget.
+    """Choose each layer's precision (3 bits, 4 bits, 8 bits or lossless) within a budget.
 
     Args:
         model: with its weights, not wrapped; it runs twice for each layer, and is unchanged afterwards. A model in host
@@ -63,8 +63,9 @@ def choose_precision(
         sequences: calibration data: token ids [N, S], or a list of sequences, or of mappings of forward arguments. A
             few of some hundred tokens suffice. None: samples from the model itself.
         budget: of all pages: bits a weight ("5 bits") or bytes (2147483648, "2GiB"). Default: `weights.budget`.
-        config: as for `vbrt.wrap`: it decides which weights are swapped; `weights.format` is the 4-bit format ("auto":
-            nvfp4), and layers in `weights.formats` keep theirs. overrides: sections of it.
+        config: as for `vbrt.wrap`: it decides which weights are swapped; `weights.format` is the 4-bit format, or
+            "t3", which layers leave for nvfp4 first ("auto": nvfp4, and t3 within a budget too small for that); layers
+            in `weights.formats` keep theirs. overrides: sections of it.
         method: "kl" measures the KL divergence of the model's outputs, and compares the whole model with the choice of
             "hessian" (except for models streamed to a GPU from host memory); "hessian" is Σ squared weight error × mean
             squared input, from one run of the model, for linear layers only.
@@ -74,7 +75,7 @@ def choose_precision(
 
     Raises:
         ArgumentError: invalid sequences or method, or a layer that the method does not support.
-        ConfigError: an invalid config or budget, or a budget too small for 4 bits: by how much.
+        ConfigError: an invalid config or budget, or a budget too small: by how much.
         FormatError: a weight holds NaN or Inf.
         WrapError: the model is wrapped, or has no weights to choose for.
     """
@@ -84,12 +85,7 @@ def choose_precision(
     if method not in METHODS:
         raise ArgumentError(f'method = {method!r}; expected "kl" or "hessian"')
     _check_model(model)
-    base = _coarse_config(config)
-    options = _options(model, base)
-    if not options:
-        raise WrapError(f"{type(model).__name__} has no layer to choose for: no weight is swapped into 4 bits")
-    unmeasured = Precision(base, tuple(options), method, 0, _named(model, base, options))
-    unmeasured.within(room)  # refuse a budget that is too small before measuring
+    base, options = _starting_point(model, config, room)
     text = None if base.weights.calibrate is None else text_of(model, base)
     lies = next(model.parameters()).device
     with evaluating(model), _placed(model, base, options) as device:
@@ -196,26 +192,42 @@ def _weighed(
     return [replace(o, swap=replace(o.swap, inputs=found.get(o.name, ()))) for o in options]
 
 
-def _coarse_config(config: VBConfig) -> VBConfig:
-    """Return the config with all layers in 4 bits, except those that it names. Raises ConfigError."""
+def _starting_point(model: nn.Module, config: VBConfig, room: Budget) -> tuple[VBConfig, list[LayerPrecision]]:
+    """Return the config with all layers in the smallest format, and their alternatives; refuse a budget that is too
+    small before measuring."""
+    for base in _coarse_configs(config):
+        options = _options(model, base)
+        if not options:
+            raise WrapError(f"{type(model).__name__} has no layer to choose for: no weight is swapped into 4 bits")
+        unmeasured = Precision(base, tuple(options), "kl", 0, _named(model, base, options))
+        if unmeasured.fits(room):
+            break
+    unmeasured.within(room)
+    return base, options
+
+
+def _coarse_configs(config: VBConfig) -> list[VBConfig]:
+    """Return the config with all layers in 4 bits, except those that it names, and then in 3. Raises ConfigError."""
     weights = config.weights
-    coarse = weights.format == "auto" or (FORMATS[weights.format].bits == 4 and not FORMATS[weights.format].lossless)
+    record = FORMATS.get(weights.format)  # None: "auto"
+    coarse = record is None or (record.bits <= 4 and not record.lossless)
     if not coarse or config.mode == "train":
         what = 'mode = "train"' if coarse else f'weights.format = "{weights.format}"'
-        raise ConfigError(f"{config.source}: {what}; expected a 4-bit format of a model that does not train")
-    format = _COARSE if weights.format == "auto" else weights.format
-    return replace(config, weights=replace(weights, format=format, fine="none", budget=None))
+        raise ConfigError(f"{config.source}: {what}; expected a format of 3 or 4 bits of a model that does not train")
+    formats = (_COARSE, _LEAST) if record is None else (weights.format,)
+    return [replace(config, weights=replace(weights, format=format, fine="none", budget=None)) for format in formats]
 
 
 # -- alternatives -----------------------------------------------------------------------------------------------------
 
 
 def _options(model: nn.Module, base: VBConfig) -> list[LayerPrecision]:
-    """Return the 4-bit layers that the config does not name, with their alternatives."""
+    """Return the layers that the config does not name, with their alternatives."""
     weights = base.weights
+    refined = FORMATS[weights.format].bits == FORMATS[_COARSE].bits  # which a fine plane makes exact
     others = (
+        replace(weights, fine="exact") if refined else replace(weights, format=_COARSE),
         replace(weights, format=_BETWEEN),
-        replace(weights, fine="exact"),
         replace(weights, format="dense", calibrate=None),
     )
     ways: dict[str, list[Way]] = {}
@@ -259,7 +271,7 @@ def _kl_losses(
     """Return the KL of each layer alone, by format."""
     references = [logits_of(model, batch) for batch in batches]
     losses: list[dict[str, float]] = []
-    with Progress("measuring layers in 4 and 8 bits", len(options), unit="layers") as work:
+    with Progress("measuring layers in each format", len(options), unit="layers") as work:
         for option in options:
             work.at(option.name)
             losses.append({})

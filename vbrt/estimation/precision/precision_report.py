@@ -1,10 +1,10 @@
-"""Precision choice by layer: losses in 4 and 8 bits, what was chosen, and why."""
+"""Precision choice by layer: losses in each format, what was chosen, and why."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from vbrt.config import Budget, VBConfig, parse_weights_budget
+from vbrt.config import Budget, VBConfig, known_formats, parse_weights_budget
 from vbrt.config.toml_text import toml_text
 from vbrt.errors import ConfigError
 from vbrt.estimation.precision.knapsack import least_loss
@@ -35,9 +35,9 @@ class LayerPrecision:
     """Choice for one layer.
 
     Attributes:
-        swap: its weight in 4 bits, with its pages.
+        swap: its weight in the smallest format (of 4 bits, or 3), with its pages.
         weights: number of weights.
-        ways: alternatives: the first in 4 bits, the last lossless, "exact" or "dense", whichever is smaller.
+        ways: alternatives, the smallest format first, and last "exact" or "dense", whichever is smaller.
         chosen: index of the chosen way.
     """
 
@@ -72,12 +72,12 @@ class LayerPrecision:
 
     @property
     def coarse_bytes(self) -> int:
-        """Bytes of its pages in 4 bits."""
+        """Bytes of its pages in the smallest format."""
         return self.ways[0].nbytes
 
     @property
     def loss(self) -> float:
-        """Loss in 4 bits."""
+        """Loss in the smallest format."""
         return self.ways[0].loss
 
     @property
@@ -87,11 +87,11 @@ class LayerPrecision:
 
     @property
     def loss_per_byte(self) -> float:
-        """Loss saved per byte beyond 4 bits, at the best step."""
+        """Loss saved per byte beyond the smallest format, at the best step."""
         return max((gain for gain, _ in self.steps()), default=0.0)
 
     def steps(self) -> Iterator[tuple[float, int]]:
-        """Yield the efficient ways above 4 bits (convex hull): loss saved per byte over the previous one, and its
+        """Yield the efficient ways above the smallest (convex hull): loss saved per byte over the previous one, and its
         index. The gain falls from step to step."""
         at = 0
         while True:
@@ -109,7 +109,7 @@ class LayerPrecision:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Precision of each layer: 4 bits, 8 bits or lossless.
+    """Precision of each layer: 3 bits, 4 bits, 8 bits or lossless.
 
     Attributes:
         config: to wrap with: `vbrt.wrap(model, choice.config)`.
@@ -133,17 +133,27 @@ class Precision:
     def within(self, budget: int | str | Budget) -> Self:
         """Return the choice for another budget, from the same measurements.
 
-        budget: as for `choose_precision`. Raises ConfigError: it is invalid, or too small for 4 bits: by how much.
+        budget: as for `choose_precision`. Raises ConfigError: it is invalid, or too small: by how much.
         """
-        room = budget if isinstance(budget, Budget) else parse_weights_budget(budget, where="budget")
+        limit = self._limit(budget if isinstance(budget, Budget) else parse_weights_budget(budget, where="budget"))
+        return self._holding(_spent(self.layers, limit - self.named[0], self._bits), limit)
+
+    def fits(self, room: Budget) -> bool:
+        """True if a budget holds all layers in the smallest format."""
+        return self.named[0] + sum(layer.coarse_bytes for layer in self.layers) <= self._limit(room)
+
+    def _limit(self, room: Budget) -> int:
         weights = self.named[1] + sum(layer.weights for layer in self.layers)
-        limit = int(room.amount * weights / 8) if room.kind == "bits" else int(room.amount)
-        return self._holding(_spent(self.layers, limit - self.named[0]), limit)
+        return int(room.amount * weights / 8) if room.kind == "bits" else int(room.amount)
+
+    @property
+    def _bits(self) -> int:
+        return known_formats()[self.config.weights.format].bits
 
     def by_losses(self, losses: Sequence[Mapping[str, float]]) -> Self:
         """Return the choice by other losses, for the same budget; the layers keep their own losses."""
         others = [layer.with_losses(found) for layer, found in zip(self.layers, losses, strict=True)]
-        chosen = [layer.chosen for layer in _spent(others, self.budget_bytes - self.named[0])]
+        chosen = [layer.chosen for layer in _spent(others, self.budget_bytes - self.named[0], self._bits)]
         layers = [replace(layer, chosen=at) for layer, at in zip(self.layers, chosen, strict=True)]
         return self._holding(layers, self.budget_bytes)
 
@@ -161,7 +171,7 @@ class Precision:
 
     @property
     def loss_in_4_bits(self) -> float:
-        """Sum of all layers' losses in 4 bits."""
+        """Sum of all layers' losses in the smallest format, of 4 bits or 3."""
         return sum(layer.loss for layer in self.layers)
 
     @property
@@ -186,7 +196,7 @@ class Precision:
         yield f"{lossless} of {len(self.layers)} layers lossless{counts}, the others {self.config.weights.format}"
         yield f"pages  {format_bytes(self.nbytes)} of {format_bytes(self.budget_bytes)}"
         what = f"{unit}; {text}; a sum over layers"
-        yield f"loss   {self.loss:.3g} of {self.loss_in_4_bits:.3g} with all in 4 bits ({what})"
+        yield f"loss   {self.loss:.3g} of {self.loss_in_4_bits:.3g} with all in {self._bits} bits ({what})"
         if self.together:
             (best, least), *others = self.together
             beside = ", ".join(f"{kl:.3g} as {method} chooses" for method, kl in others)
@@ -201,14 +211,14 @@ class Precision:
             yield f"{layer.name:<{width}}  {losses}  {size:>10}  {layer.held}"
 
 
-def _spent(layers: Sequence[LayerPrecision], room: int) -> list[LayerPrecision]:
+def _spent(layers: Sequence[LayerPrecision], room: int, bits: int) -> list[LayerPrecision]:
     """Return the layers with the least sum of losses within a room. Raises ConfigError."""
     least = sum(layer.coarse_bytes for layer in layers)
     if least > room:
         short, room = least - room, max(0, room)
         raise ConfigError(
-            f"budget: in 4 bits the layers take {format_bytes(least)}, and {format_bytes(room)} are left for them: "
-            f"{format_bytes(short)} too little; set a larger budget, or leave layers dense by weights.exclude"
+            f"budget: in {bits} bits the layers take {format_bytes(least)}, and {format_bytes(room)} are left for "
+            f"them: {format_bytes(short)} too little; set a larger budget, or leave layers dense by weights.exclude"
         )
     items = [[(way.nbytes, way.loss) for way in layer.ways] for layer in layers]
     return [replace(layer, chosen=at) for layer, at in zip(layers, least_loss(items, room), strict=True)]
