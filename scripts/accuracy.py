@@ -21,7 +21,7 @@ import torch  # after the checkout is on the path
 from torch import nn
 
 import vbrt
-from scripts import accuracy_packages, accuracy_smollm2, calibrated, committed, precision
+from scripts import accuracy_packages, accuracy_smollm2, calibrated, coarse_bits, committed, precision
 from scripts.committed import LM, filled
 from scripts.lm import LanguageModel, Shape, loss_of, read_text
 from scripts.measuring import bits_a_weight, machine, named_machine
@@ -121,6 +121,7 @@ def page() -> str:
             *_dense_section(),
             *precision.section(),
             *calibrated.section(),
+            *coarse_bits.section(),
             *_experts_section(),
             *accuracy_packages.section(),
         ]
