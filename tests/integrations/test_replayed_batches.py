@@ -13,6 +13,7 @@ from tests.integrations.near_ties import largest_gap
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+from vbrt.generation.capture import batch_steps  # noqa: E402 - imports transformers
 from vbrt.generation.capture.batch_steps import AGAIN, NEW_SIZE, BatchSteps  # noqa: E402 - imports transformers
 from vbrt.generation.generate import Terms  # noqa: E402
 from vbrt.integrations import batches  # noqa: E402
@@ -154,6 +155,36 @@ def test_steps_that_cannot_be_captured_are_eager_for_a_reason(routed, monkeypatc
         put(monkeypatch, steps_on_cpu(vb))
         generated(vb, asked)
         assert vb.stats().steps.reasons[transformers_runner.MASKED] >= 29 and not vb.stats().steps.captured
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such stream"), torch.OutOfMemoryError("no room"), AttributeError("x")]
+)
+@pytest.mark.parametrize("where", ["capture", "replay", "moment"])
+def test_an_error_in_a_capture_or_a_replay_leaves_the_batch_eager_with_one_warning(where, error, routed, monkeypatch):
+    torch.manual_seed(0)
+    with vbrt.wrap(llama().eval(), "fp4") as vb:
+        asked = prompts(1, 5, 63, 130)
+        plain = generated(vb, asked)
+        put(monkeypatch, steps_on_cpu(vb))
+        calls, wrong = [], {"capture": (Terms, "recorded"), "replay": (batch_steps._Captured, "replay")}.get(where)
+        of, name = wrong or (Terms, "moment")
+        before = getattr(of, name)
+
+        def failing(*args):
+            calls.append(name)
+            if len(calls) > 3 * (where != "capture"):
+                raise error
+            return before(*args)
+
+        monkeypatch.setattr(of, name, failing)
+        with pytest.warns(UserWarning, match=type(error).__name__) as told:
+            assert largest_gap(vb, asked, plain, generated(vb, asked)) < 0.1
+        counts, said = vb.stats().steps, [str(one.message) for one in told if type(error).__name__ in str(one.message)]
+        (why,) = (reason for reason in counts.reasons if type(error).__name__ in reason)
+        assert len(said) == 1 and why in said[0] and str(error) in why and counts.reasons[why] >= 20
+        assert counts.captured == {"capture": 0, "replay": 3, "moment": 1}[where]
+        assert calls == [name] * (1 if where == "capture" else 4)
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def generate_many(
     ends = model.config.get_text_config().eos_token_id if ends is None else ends
     with contextlib.ExitStack() as held:
         steps = held.enter_context(replayed_steps(vb, cache.config))
-        held.enter_context(quiet())
+        held.enter_context(quiet(but="vbrt: "))
         how = {"cache": cache.config, "storage": cache.storage, "steps": steps}
         how |= {"sample": turn.sample, "max_new_tokens": turn.max_new_tokens}
         manager = held.enter_context(batching(model, **how))

@@ -11,6 +11,7 @@ which vbrt does not install. A model that cannot be built is a `VBError` with th
 
 import contextlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,14 +62,14 @@ def unadvised() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hide transformers' progress bars, load reports and warnings during the block."""
+def quiet(*, but: str = "") -> Iterator[None]:
+    """Hide transformers' progress bars, load reports and warnings during the block; not warnings that begin so."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.filterwarnings("ignore", message=f"(?!{re.escape(but)})" if but else "")
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from vbrt.errors import first_line
+from vbrt.errors import VBError, first_line
 from vbrt.generation.capture.captured_step import Counted, Terms, answer_captures
 from vbrt.generation.capture.exact_attention import as_captured
 from vbrt.generation.capture.side_effects import Written
@@ -72,35 +71,63 @@ class BatchSteps:
 
     def refusal(self) -> str:
         """Return why steps cannot be captured now; "" if they can. Captures of another state are dropped first."""
-        with self._decoding():
-            moment = self._terms.moment()
-            if moment != self._moment:
+        if not self._refused:
+            try:
+                with self._decoding():
+                    self._follow(self._terms.moment())
+            except Exception as error:  # noqa: BLE001 - steps that are eager need none of this
                 with self._lock:
-                    self._drop()
-                self._moment, self._why = moment, self._refused or self._steps.refusal()
-        if self._why:
-            self._steps.note(self._why)
-        return self._why
+                    self._end(error)
+        why = self._refused or self._why
+        if why:
+            self._steps.note(why)
+        return why
+
+    def _follow(self, moment: object) -> None:
+        """Drop captures of another state."""
+        if moment != self._moment:
+            with self._lock:
+                self._drop()
+            self._moment, self._why = moment, self._steps.refusal()
 
     def refuse(self, why: str) -> None:
-        """Have all steps run eagerly."""
+        """Have all steps run eagerly from now on."""
         self._refused = why
 
     def run(self, key: Hashable, step: Callable[[], Tensor], written: Sequence[Tensor], *, sequences: int) -> None:
         """Run a step, or replay what an earlier step of this key did; see `DecodeSteps`."""
         with self._lock, self._decoding():
-            captured = self._captured.get(key)
-            if captured is not None:
-                if captured.replay():
-                    self._steps.captured += 1
-                    return
-                self._drop()  # pages have moved
+            if self._replayed(key):
+                self._steps.captured += 1
+                return
             self._seen[key] += 1
-            if self._seen[key] < _SEEN or self._failed[key] >= _TRIES or self._ended:
+            if self._refused:
+                self._steps.note(self._refused)
+                step()
+            elif self._seen[key] < _SEEN or self._failed[key] >= _TRIES or self._ended:
                 self._steps.note(self._last_error.get(key, NEW_SIZE))
                 step()
             else:
                 self._capture(key, step, written, fused=sequences <= FEW_TOKENS)
+
+    def _replayed(self, key: Hashable) -> bool:
+        """Replay a step, if it is captured and its pages have not moved."""
+        captured = self._captured.get(key)
+        try:
+            if captured is not None and captured.replay():
+                return True
+        except Exception as error:  # noqa: BLE001 - the step runs eagerly, and raises real errors
+            self._end(error)
+            return False
+        if captured is not None:
+            self._drop()
+        return False
+
+    def _end(self, error: Exception) -> None:
+        """Free all captures after an error that says nothing of a single step; later steps are eager."""
+        self._refused = f"{type(error).__name__} while a step of a batch was captured or replayed: {first_line(error)}"
+        error.__traceback__ = None  # it holds what the step had made
+        self._drop()
 
     def _capture(self, key: Hashable, step: Callable[[], Tensor], written: Sequence[Tensor], *, fused: bool) -> None:
         """Capture a step; it has run when this returns."""
@@ -110,13 +137,15 @@ class BatchSteps:
         self._recorder = self._recorder or self._terms.new_recorder()
         try:
             captured = _Captured(step, written, self._terms, self._recorder, fused=fused)
-        except Exception as error:  # noqa: BLE001 - the step runs again, and raises real errors
-            self._failed[key] += _TRIES if isinstance(error, (StepRefused, torch.OutOfMemoryError)) else 1
-            if isinstance(error, torch.OutOfMemoryError):
-                self._drop()
-            why = error if isinstance(error, StepRefused) else f"{type(error).__name__}: {first_line(error)}"
-            self._last_error[key] = f"a step of a batch cannot be captured: {why}"
+        except (StepRefused, VBError) as error:
+            self._failed[key] += _TRIES if isinstance(error, StepRefused) else 1
+            self._last_error[key] = f"a step of a batch cannot be captured: {error}"
             self._steps.note(self._last_error[key])
+            step()
+            return
+        except Exception as error:  # noqa: BLE001 - the step runs eagerly, and raises real errors
+            self._end(error)
+            self._steps.note(self._refused)
             step()
             return
         self._captured[key] = captured
