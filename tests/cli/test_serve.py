@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -39,11 +40,12 @@ def talking(llama, tmp_path_factory) -> Path:
 
 
 class Served:
-    """A `vbrt serve` of its own process, and a client of it."""
+    """A `vbrt serve` of its own process, which runs `code` first, and a client of it."""
 
-    def __init__(self, model: Path, log: Path, *options: str) -> None:
+    def __init__(self, model: Path, log: Path, *options: str, code: str = "", port: int = 0) -> None:
         self.log = log
-        command = [sys.executable, "-m", "vbrt", "serve", str(model), "--port", "0", *options]
+        start = f"import sys\n{code}\nfrom vbrt.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", start, "serve", str(model), "--port", str(port), *options]
         with log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         while "Application startup complete" not in self.said():
@@ -62,6 +64,15 @@ class Served:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=20) as reply:
             return reply.read().decode()
+
+    def healthy_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            try:
+                return json.loads(self.get("/health")) == {"status": "ok"}
+            except OSError:
+                time.sleep(0.05)
+        return False
 
     def end(self, how: signal.Signals = signal.SIGINT) -> int:
         self.process.send_signal(how)
@@ -155,6 +166,49 @@ def test_a_stop_ends_requests_that_would_go_on(talking, wanted, tmp_path, how):
         assert "stopped before this answer ended" in whole.exception().response.text
     assert whole.exception().status_code == 503
     assert "Traceback" not in served.said(), served.said()
+
+
+FAILING = """
+from pathlib import Path
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor as Processor
+from vbrt.libraries import transformers_serving
+plain, transformers_serving._POLL_SECONDS = Processor._generation_step, 1.0
+def step(processor, model):
+    if Path({flag!r}).exists():
+        raise AttributeError('no "plane" of this\\nor that')
+    plain(processor, model)
+Processor._generation_step = step
+"""
+
+
+def test_a_loop_that_fails_is_named_and_begins_anew_and_a_second_time_ends_the_server(talking, wanted, tmp_path):
+    flag, said = tmp_path / "fails", "the batch of all requests failed: AttributeError: no 'plane' of this"
+    served = Served(talking, tmp_path / "log", "--config", "exact", code=FAILING.format(flag=str(flag)))
+    with concurrent.futures.ThreadPoolExecutor(2) as users:
+        stream = served.ask("a", stream=True, max_tokens=100_000)
+        next(iter(stream))
+        whole = users.submit(served.ask, "b", max_tokens=100_000)
+        time.sleep(0.2)  # it is in the batch, too
+        flag.touch()
+        with pytest.raises(openai.APIError) as failed:
+            list(stream)
+        assert said in failed.value.body
+        assert whole.exception().status_code == 503 and said in whole.exception().response.text
+    with pytest.raises(openai.InternalServerError, match="503") as refused:
+        served.ask("a")
+    assert said in refused.value.response.text
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        served.get("/health")
+    flag.unlink()
+    assert served.healthy_within(20), served.said()
+    assert f"{said}; all requests got an error, and generation begins anew, with eager decode" in served.said()
+    assert served.ask(PROMPTS[3]).choices[0].message.content == wanted[PROMPTS[3]]
+    flag.touch()
+    with pytest.raises(openai.InternalServerError, match="503"):
+        served.ask("a")
+    assert served.process.wait(timeout=30) == 2
+    assert re.search(f"vbrt: error: {said}, the second time in 60 seconds; the server has ended", served.said())
+    assert served.said().count("begins anew") == 1
 
 
 def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(talking, monkeypatch, capsys):

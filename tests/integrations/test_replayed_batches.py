@@ -187,6 +187,21 @@ def test_an_error_in_a_capture_or_a_replay_leaves_the_batch_eager_with_one_warni
         assert calls == [name] * (1 if where == "capture" else 4)
 
 
+def test_steps_that_are_refused_after_an_error_are_captured_no_more(routed, monkeypatch):
+    torch.manual_seed(0)
+    with vbrt.wrap(llama().eval(), "fp4") as vb:
+        asked = prompts(5, 63)
+        plain = generated(vb, asked)
+        put(monkeypatch, steps := steps_on_cpu(vb))
+        generated(vb, asked)
+        counts = vb.stats().steps
+        assert counts.captured and steps._captured
+        steps.refuse("an earlier batch has failed")
+        assert not steps._captured and generated(vb, asked) == plain
+        assert vb.stats().steps.captured == counts.captured
+        assert vb.stats().steps.reasons["an earlier batch has failed"] >= 29
+
+
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vbrt.cli.open_model import add_talking, add_together, load_model
 from vbrt.cli.options import add_command, config_of, integration, number
-from vbrt.cli.screen import complain
+from vbrt.cli.screen import complain, warnings_as_lines
 from vbrt.cli.stats import keep_stats
 from vbrt.errors import VBError, describe_os_error
 
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
             if not getattr(tokenizer, "chat_template", None):
                 complain("note", f"{named} has no chat template: /v1/completions continues texts")
             try:
-                with _ended_by_signals():
+                with _ended_by_signals(), warnings_as_lines():
                     made.run(listening)
             finally:
                 keep_stats(vb.stats(experts=True))

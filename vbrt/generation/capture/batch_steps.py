@@ -91,8 +91,10 @@ class BatchSteps:
             self._moment, self._why = moment, self._steps.refusal()
 
     def refuse(self, why: str) -> None:
-        """Have all steps run eagerly from now on."""
-        self._refused = why
+        """Free all captures, and have all steps run eagerly from now on."""
+        with self._lock:
+            self._refused = self._refused or why
+            self._drop()
 
     def run(self, key: Hashable, step: Callable[[], Tensor], written: Sequence[Tensor], *, sequences: int) -> None:
         """Run a step, or replay what an earlier step of this key did; see `DecodeSteps`."""
