@@ -44,7 +44,7 @@ FORMATS = formats_of("trellis")
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
 LAUNCH = Launch(1, 4, True)  # warps that split K
-_UNROLL = 4  # 64-column groups that a warp loads at a time
+_UNROLL = {1: 4, 2: 2, 4: 2}  # 64-column groups that a warp loads at a time, by groups of 8 tokens
 _DECODE_WARPS = 4
 _ROTATED_TOKENS = 16  # that a program rotates
 
@@ -173,6 +173,8 @@ def _product(
     rotated = _rotated(x_MK, columns)
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     bias = None if bias is None else bias.contiguous()
+    token_groups = 1 << max(0, (tokens - 1).bit_length() - 3)
+    unroll = _UNROLL[token_groups]
     _fused_launcher()(
         x.device.index,
         (-(-n // 16), 1),
@@ -180,13 +182,13 @@ def _product(
         (tokens, n, groups, y.stride(0)),
         warps=LAUNCH.k_warps,
         specialized=() if bias is None else (bias.dtype,),
-        TOKEN_GROUPS=1 << max(0, (tokens - 1).bit_length() - 3),
+        TOKEN_GROUPS=token_groups,
         K_WARPS=LAUNCH.k_warps,
-        UNROLL=_UNROLL,
+        UNROLL=unroll,
         BLOCK=block,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
-        WHOLE=groups % (LAUNCH.k_warps * _UNROLL) == 0,
+        WHOLE=groups % (LAUNCH.k_warps * unroll) == 0,
     )
     return y.view(*x.shape[:-1], n)
 
