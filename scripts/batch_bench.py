@@ -378,10 +378,12 @@ def table(part: str) -> str:
 
 def _offline_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     def cells(row: dict[str, Any]) -> list[str]:
-        bounds = [f"{row['link_ms']:.0f}", f"{row['bound_tokens_per_s']:,.0f}", f"{row['of_bound']:.2f}"]
+        bounds = ["–"] * 3
+        if "link_ms" in row:
+            bounds = [f"{row['link_ms']:.0f}", f"{row['bound_tokens_per_s']:,.0f}", f"{row['of_bound']:.2f}"]
         step = f"{row['step_ms']:.0f} + {row['between_steps_ms']:.0f}"
         memory = f"{row['peak_bytes'] / 1e9:.1f} of {row['budget_bytes'] / 1e9:.0f}"
-        return [row["case"], f"{row['tokens_per_s']:,.0f}", step, *(bounds if "link_ms" in row else "–––"), memory]
+        return [row["case"], f"{row['tokens_per_s']:,.0f}", step, *bounds, memory]
 
     heads = "pages on the GPU", "tokens/s", "step + host, ms", "link, ms", "bound, tokens/s", "of it", "GPU memory, GB"
     return markdown_table(heads, map(cells, rows))

@@ -61,3 +61,10 @@ def test_users_of_both_servers_have_rows(tmp_path, monkeypatch):
         assert 0 < rows[-1]["first_ms"] <= rows[-1]["first_ms_most"] and rows[-1]["token_ms"] > 0
     named = [(row["case"].partition(",")[0], row["users"]) for row in rows]
     assert named == [(case, users) for case in ("vbrt fp4", "transformers serve") for users in (1, 3)]
+
+
+def test_the_pages_have_the_tables_of_the_committed_results():
+    for part, page in bench.PAGES.items():
+        text = page.read_text()
+        assert text == bench.between(text, bench.marks(part), bench.table(part)), "scripts/batch_bench.py --tables"
+        assert all(text.count(mark) == 1 for mark in bench.marks(part))
