@@ -1,6 +1,7 @@
 """`vbrt serve`: what OpenAI's client gets, alone and with others, and what it is refused."""
 
 import concurrent.futures
+import http.client
 import json
 import re
 import signal
@@ -211,6 +212,13 @@ def test_a_loop_that_fails_is_named_and_begins_anew_and_a_second_time_ends_the_s
     assert served.said().count("begins anew") == 1
 
 
+def test_requests_of_one_id_are_each_answered(served, wanted):
+    same = {"extra_headers": {"X-Request-ID": "again"}}
+    with concurrent.futures.ThreadPoolExecutor(20) as users:
+        replies = list(users.map(lambda text: served.ask(text, **same), PROMPTS))
+    assert [reply.choices[0].message.content for reply in replies] == [wanted[text] for text in PROMPTS]
+
+
 def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(talking, monkeypatch, capsys):
     assert cli.main(["serve", "no-such-model", "--kv", "8", "--one-by-one"]) == 2
     assert "--kv 8 is of the cache that requests share; leave out --one-by-one" in errors(capsys)
@@ -227,3 +235,155 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(talking, mo
     monkeypatch.setattr(transformers_serving, "_PACKAGES", ("fastapi", "no_such_package"))
     assert cli.main(["serve", str(talking)]) == 2
     assert "needs no_such_package; pip install 'vbrt[serve]'" in errors(capsys)
+
+
+BUDGETS = """
+import itertools, threading, time
+from vbrt.integrations import server
+made = server.server_of
+def changing(vb, *args, **how):
+    def change():
+        for count, budget in enumerate(itertools.cycle(("100KB", "1GiB"))):
+            time.sleep(0.3)
+            try:
+                vb.set_budget("cpu", budget)
+            except Exception as error:
+                count = repr(error)
+            with Path({noted!r}).open("a") as file:
+                print(count, file=file)
+    threading.Thread(target=change, daemon=True).start()
+    return made(vb, *args, **how)
+server.server_of = changing
+"""
+
+
+class User:
+    """Client that asks until it is answered, over one connection as long as that lasts."""
+
+    def __init__(self, port: int, wanted: dict[str, str]) -> None:
+        self.port, self.wanted, self.retried, self.link = port, wanted, 0, None
+
+    def answered(self, number: int) -> None:
+        """Get the answer of a request. Raises AssertionError: it is not that of this request, or comes too late."""
+        text, until = PROMPTS[number % len(PROMPTS)], time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                if number % 100 == 7:
+                    self._refused(number, text)
+                if number % 40 == 3:
+                    self._left(number, text)
+                if self._got(number, text, stream=number % 10 == 1):
+                    return
+            except (OSError, http.client.HTTPException):  # the server has died
+                self.link = None
+            self.retried += 1
+            time.sleep(0.1)
+        raise AssertionError(f"request {number} is lost")
+
+    def _post(self, number: int, text: str, **how) -> http.client.HTTPResponse:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 6} | how
+        self.link = self.link or http.client.HTTPConnection("localhost", self.port, timeout=60)
+        headers = {"Content-Type": "application/json", "X-Request-ID": f"r{number}"}
+        self.link.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        return self.link.getresponse()
+
+    def _refused(self, number: int, text: str) -> None:
+        for status, wrong in (
+            (400, {"model": "other"}),
+            (422, {"no_such": 1}),
+            (400, {"messages": [{"role": "user", "content": "c" * 300}]}),
+        ):
+            reply = self._post(number, text, **wrong)
+            assert reply.read() and reply.status in (status, 503)
+
+    def _left(self, number: int, text: str) -> None:
+        self._post(number, text, max_tokens=100, stream=True).readline()
+        self.link.close()
+        self.link = None
+
+    def _got(self, number: int, text: str, *, stream: bool) -> bool:
+        reply = self._post(number, text, stream=stream)
+        body = reply.read().decode()
+        if reply.status == 503 or '{"error": ' in body:
+            return False
+        assert (reply.status, reply.headers["X-Request-ID"]) == (200, f"r{number}"), body
+        if not stream:
+            body = json.loads(body)
+            assert [choice["message"]["content"] for choice in body["choices"]] == [self.wanted[text]]
+            assert body["usage"]["completion_tokens"] == 6
+            return True
+        chunks = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(c["delta"].get("content") or "" for c in choices) == self.wanted[text].rstrip("\ufffd")
+        assert [c["finish_reason"] for c in choices if c.get("finish_reason")] == ["length"]
+        return True
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits the size of files")
+def test_ten_thousand_requests_are_answered_once_each_through_faults(talking, wanted, tmp_path):
+    import resource
+
+    count, crowd, flag, noted = 10_000, 12, tmp_path / "fails", tmp_path / "budgets"
+    code = FAILING.format(flag=str(flag)) + BUDGETS.format(noted=str(noted))
+    options = [
+        "--config",
+        "exact",
+        "--context",
+        "200",
+        "--set",
+        f"tiers.ssd.path={tmp_path}/pages",
+        "--set",
+        "tiers.ssd.enabled=true",
+    ]
+    done: list[int] = []
+
+    def started(port: int = 0) -> Served:
+        return Served(talking, tmp_path / f"log{len(done)}", *options, code=code, port=port)
+
+    def ask_all(user: User, first: int) -> None:
+        for number in range(first, count, crowd):
+            user.answered(number)
+            done.append(number)
+
+    def wait_for(answers: int) -> None:
+        while len(done) < answers and not any(one.done() for one in asking):
+            time.sleep(0.02)
+
+    served = started()
+    port = int(served.url.rpartition(":")[2])
+    users = [User(port, wanted) for _ in range(crowd)]
+    with concurrent.futures.ThreadPoolExecutor(crowd) as threads:
+        asking = [threads.submit(ask_all, user, first) for first, user in enumerate(users)]
+        wait_for(2000)
+        served.process.kill()
+        assert served.process.wait() == -signal.SIGKILL
+        served = started(port)
+        wait_for(4000)
+        flag.touch()
+        while "failed: AttributeError" not in served.said():
+            time.sleep(0.01)
+        flag.unlink()
+        wait_for(5000)
+        assert served.end(signal.SIGTERM) == 0, served.said()
+        served = started(port)
+        wait_for(6000)
+        limit = served.log.stat().st_size
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (limit, limit))  # bytes: the drive is full then
+        before = resident_bytes(served)
+        wait_for(count - 100)
+        after = resident_bytes(served)
+        for one in asking:
+            one.result()
+    assert sorted(done) == list(range(count)) and sum(user.retried for user in users) >= 3
+    changes = noted.read_text().splitlines()
+    print(f"{(after - before) / 2**20:.1f} MiB more, {sum(user.retried for user in users)} tries, {changes[-3:]}")
+    assert after - before < 32 << 20
+    assert served.end() == 0 and served.log.stat().st_size <= limit
+    assert len(changes) > 20 and all(change.isdigit() for change in changes), changes
+
+
+def resident_bytes(served: Served) -> int:
+    import resource
+
+    return int(Path(f"/proc/{served.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()

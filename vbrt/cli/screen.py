@@ -31,13 +31,21 @@ _PIPE_WIDTH = 132  # columns of a table that goes into a file or a pipe
 
 
 def complain(kind: str, what: object) -> None:
-    """Write to stderr: `vbrt: error: ...`, in one line, which a terminal gets wrapped between words."""
+    """Write to stderr: `vbrt: error: ...`, in one line, which a terminal gets wrapped between words.
+
+    A file that cannot be written, as on a full drive, loses the message.
+    """
     text = " ".join(str(what).split())
     line = f"vbrt: {kind}: {text}" if text else f"vbrt: {kind}"
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    print(line, file=sys.stderr)
+    try:
+        print(line, file=sys.stderr)
+    except BrokenPipeError:  # nobody reads any more
+        raise
+    except OSError:
+        pass
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ server, so that who supervises the process starts it again.
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import math
 import socket
 import threading
@@ -61,8 +62,10 @@ SERVER = Feature(
                 "stop(hard_stop)",
             )
         ),
-        "cli.serving.utils:BaseGenerateManager.generate_streaming(model, processor, inputs, gen_config)",
-        "cli.serving.utils:BaseGenerateManager.generate_non_streaming(model, processor, inputs, gen_config)",
+        *(
+            f"cli.serving.utils:BaseGenerateManager.{part}(model, processor, inputs, gen_config, request_id)"
+            for part in ("generate_streaming", "generate_non_streaming")
+        ),
     ),
     without="`vbrt serve` does not start; pip install -U 'vbrt[serve]'",
 )
@@ -181,7 +184,7 @@ class Server:
         """Refuse prompts that fill the context, end answers in it, and say so of those that a stop ends."""
         from fastapi import HTTPException
 
-        made = self._generation
+        made, numbers = self._generation, itertools.count()
         stream, answer = made.generate_streaming, made.generate_non_streaming
 
         def go_on(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -199,10 +202,20 @@ class Server:
             gen_config.max_new_tokens = min(gen_config.max_new_tokens or context, context - prompt)
             return inputs if self._together else {**inputs, "stopping_criteria": [go_on]}
 
-        def stream_within(model: nn.Module, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any) -> Any:
+        def own(request_id: str) -> str:
+            """Make an id, which a client may give to several requests, one of this request alone."""
+            return f"{request_id}-{next(numbers)}"
+
+        def stream_within(
+            model: nn.Module, processor: Any, inputs: Any, gen_config: Any, request_id: str, **kwargs: Any
+        ) -> Any:
+            kwargs["request_id"] = own(request_id)
             return stream(model, processor, checked(inputs, gen_config), gen_config, **kwargs)
 
-        async def answer_within(model: nn.Module, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any) -> Any:
+        async def answer_within(
+            model: nn.Module, processor: Any, inputs: Any, gen_config: Any, request_id: str, **kwargs: Any
+        ) -> Any:
+            kwargs["request_id"] = own(request_id)
             inputs, manager = checked(inputs, gen_config), made._cb if self._together else None
             try:
                 return await answer(model, processor, inputs, gen_config, **kwargs)
