@@ -131,6 +131,9 @@ def cache_for(
             f"{why}, so transformers' continuous batching cannot run it; `vbrt run` and "
             "`vbrt serve --one-by-one` generate one sequence after the other"
         )
+    vb.materialize()  # before what is free is asked for
+    if vb.device.type == accelerator.TYPE:
+        accelerator.synchronize(vb.device)  # batches compute in a stream of their own, which does not wait for pages
     most, tokens = _ON_GPU if vb.device.type == accelerator.TYPE else _ON_CPU
     most = sequences or most
     most = most if asked is None else min(most, asked)
