@@ -51,7 +51,10 @@ SMALL = Llama(layers=2, width=128, inner=256, heads=4, kv_heads=2, vocabulary=25
 _SLOTS = 10  # of the largest page, on the GPU
 
 PAGE = ROOT / "docs" / "training.md"
-RESULTS = [ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json" for run in ("", "peers-", "8192-")]
+RESULTS = [
+    ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json"
+    for run in ("", "peers-", "8192-", "experts-")
+]
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {
     "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
