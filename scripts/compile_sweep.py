@@ -61,6 +61,7 @@ from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu
 from vbrt.kernels.cuda.rounded import fp8
 from vbrt.kernels.cuda.table import linear as table_linear
+from vbrt.kernels.cuda.trellis import linear as trellis_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate
 from vbrt.kernels.step_rules import NormRule, Part, RouteRule
@@ -273,6 +274,14 @@ def _products(capability: int) -> Iterator[Callable[[], Any]]:
             yield partial(whole_linear._product, _empty(tokens, k), planes["codes"], planes["scales"], bias, activation)
 
 
+def _trellis(capability: int) -> Iterator[Callable[[], Any]]:
+    for (n, k), tokens in itertools.product((*_SHAPES[:1], *_SHAPES[-2:]), (1, 13, 32, 100)):
+        coarse = _coarse("t3", n, k)
+        yield partial(trellis_linear._product, _empty(tokens, k), *coarse.values(), None, "silu")
+    for dtype in (_BF16, _FP16, _FP32):
+        yield partial(trellis_linear._decode_codes, *coarse.values(), k, dtype)
+
+
 def _merges(capability: int) -> Iterator[Callable[[], Any]]:
     n, k = shape = 1024, 2048
     sizes = {"low": (n, k), "nibbles": (n, k // 2), "side": (n,), "escapes": (n,), "starts": (n * k // 4096, 2)}
@@ -427,7 +436,7 @@ def _step(capability: int) -> Iterator[Callable[[], Any]]:
 _FAMILIES = {
     devices.TRITON: (_decoders, _merges, _encoders, _residency, _kv),
     devices.PTX: (_sums, _step),
-    devices.BF16: (_linears, _products, _experts, _row_experts),
+    devices.BF16: (_linears, _products, _trellis, _experts, _row_experts),
     devices.E4M3: (_fp8,),
 }
 
