@@ -44,7 +44,9 @@ FORMATS = formats_of("trellis")
 FUSED_TOKENS = 32
 FUSED_NEEDS = devices.BF16
 LAUNCH = Launch(1, 4, True)  # warps that split K
-_UNROLL = {1: 4, 2: 2, 4: 2}  # 64-column groups that a warp loads at a time, by groups of 8 tokens
+#: 64-column groups that a warp loads at a time, by groups of 8 tokens; four of each are right on a GPU, and not in
+#: tests/emulator
+_UNROLL = {1: 4, 2: 2, 4: 2}
 _DECODE_WARPS = 4
 _ROTATED_TOKENS = 16  # that a program rotates
 
