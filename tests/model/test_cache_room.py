@@ -7,13 +7,19 @@ import torch
 
 from tests.layers.experts import tables
 from tests.layers.experts.beside_gpu import wrap_beside
+from tests.layers.experts.test_hosted_experts import _at
 from tests.models import qwen3_moe
+from vbrt.config.budgets import CONTEXT_BYTES
 from vbrt.errors import TierError
 from vbrt.host import accelerator
 from vbrt.kernels.cuda.experts import residency
 from vbrt.kernels.cuda.fine import merge
 from vbrt.layers.experts import ExpertsHandle, gathered_experts
-from vbrt.model import runtime
+from vbrt.layers.experts.device_cache import DeviceCache
+from vbrt.layers.experts.residency_owner import CachedLayer
+from vbrt.model import expert_cache, runtime
+from vbrt.model.auto_budget import GpuBalance
+from vbrt.residency.plan import GpuRoom
 from vbrt.tiers.storage.memory_tiers import Buffer
 
 pytest.importorskip("transformers")
@@ -22,7 +28,8 @@ EXPERTS, LAYERS, TOP = 16, 3, 2
 
 @pytest.fixture
 def cached(monkeypatch):
-    """Wraps a model whose cache has so many slots a layer; returns it, its cache, and the bytes of one of each."""
+    """Wraps a model whose cache has so many slots a layer, or, for None, room for so many of the largest pages that
+    plans say; returns it, its cache, and the bytes of a slot of each layer."""
     monkeypatch.setattr(Buffer, "pinned", True)
     monkeypatch.setattr(residency, "_launch", tables.launch)
     monkeypatch.setattr(merge, "merge_experts", tables.merge_experts)
@@ -31,15 +38,16 @@ def cached(monkeypatch):
     monkeypatch.setattr(runtime, "with_freed", lambda machine, tier, nbytes: machine)
     monkeypatch.setattr(runtime, "resolve_budget", lambda config, machine, tier: getattr(config.tiers, tier).budget)
 
-    def wrapped(slots, format="exact", model=None, more=0):
+    def wrapped(slots, format="exact", model=None, more=0, room=40):
         model = qwen3_moe(count=EXPERTS, layers=LAYERS) if model is None else model
-        vb = wrap_beside(monkeypatch, model, format, room=40)
+        vb = wrap_beside(monkeypatch, model, format, room=room)
         handles = [handle for handle in vb._attachment.registry.handles if isinstance(handle, ExpertsHandle)]
         row = sum(max(page.nbytes for page in h.pages[:: h.planes]) for h in handles)
         row += sum(max(page.nbytes for page in h.pages[1::2]) for h in handles if h.spec.fine)
         passes = max(sum(page.nbytes for page in h.pages[: TOP * h.planes]) for h in handles)
-        vb.stack.set_budget("gpu", slots * row + passes + more)
-        vb.runtime.budgets = {"gpu": slots * row + passes + more, **vb.runtime.budgets}
+        if slots is not None:
+            vb.stack.set_budget("gpu", slots * row + passes + more)
+        vb.runtime.budgets = {"gpu": vb.stack.levels[0].tier.capacity_bytes, **vb.runtime.budgets}
         caches = vb._attachment.expert_cache
         caches.follow()
         assert caches.lives, caches.fallbacks
@@ -84,6 +92,51 @@ def test_what_is_left_where_slots_of_layers_differ_ends_no_cache(cached):
         vb.set_budget("gpu", budget - less * row)
         assert torch.equal(outputs(vb), want) and caches._cache is cache
     assert [cache.slots(layer) for layer in range(3)] == [9, 9, 8]
+
+
+def test_free_memory_is_followed_from_what_pages_take_where_plans_say_more(cached, monkeypatch):
+    """Plans have upper bounds of fine planes: what a budget has beyond all pages is no room that they can give."""
+    vb, caches, row = cached(None, model=qwen3_moe(count=EXPERTS, layers=1), room=2 * EXPERTS)
+    want, budget, pages = outputs(vb), vb.runtime.budgets["gpu"], vb.runtime.page_bytes
+    assert pages < budget and caches._cache.slots(0) == EXPERTS
+    vb.runtime.balance = balance = GpuBalance(budget, GpuRoom(CONTEXT_BYTES + budget, 2 * row, 0))
+    monkeypatch.setattr(accelerator, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(accelerator, "memory_stats_as_nested_dict", dict)
+    monkeypatch.setattr(runtime, "is_capturing", lambda: False)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(accelerator, name, lambda: pages)
+    vb.runtime.follow_free_memory(3 * row + budget - pages)
+    assert vb.runtime.budgets["gpu"] == pages - 5 * row and vb.stack.levels[0].tier.held_bytes <= pages - 5 * row
+    assert caches.lives and torch.equal(outputs(vb), want)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(accelerator, name, lambda: 0)
+    balance.look_soon()
+    vb.runtime.follow_free_memory()
+    assert vb.runtime.budgets["gpu"] == pages and balance.active
+    assert not caches.lives and all(page.home == 0 for page in vb.stack.pages.values())
+    assert torch.equal(outputs(vb), want)
+
+
+@pytest.mark.parametrize("ring", [True, False])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_slots_change_no_bit_of_experts_in_4_bits(cached, monkeypatch, tokens, ring):
+    """In one lease, in parts that pass by the cache, or in those of captured steps; on a GPU, these round rows that a
+    lease sums as they are."""
+    if not ring:
+        monkeypatch.setattr(DeviceCache, "has_ring", False)
+    monkeypatch.setattr(expert_cache, "why_host", lambda handle: "")
+    monkeypatch.setattr(CachedLayer, "at", _at)
+    vb, caches, row = cached(12, "nvfp4")
+    torch.manual_seed(0)
+    steps = [torch.randint(0, 60, (tokens, 1)) for _ in range(6)]
+    budget, seen = vb.runtime.budgets["gpu"], []
+    with torch.no_grad():
+        want = [vb(input_ids=ids).logits for ids in steps]
+        for less in (2, 6, 9, 3, 0):
+            vb.set_budget("gpu", budget - less * row)
+            seen.append(caches._cache.slots(0))
+            assert all(torch.equal(vb(input_ids=ids).logits, one) for ids, one in zip(steps, want, strict=True))
+    assert seen == [10, 6, 3, 9, 12]
 
 
 def test_a_cache_ends_where_a_budget_has_room_for_all_pages_or_for_more_slots(cached):
