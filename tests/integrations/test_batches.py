@@ -12,6 +12,8 @@ from vbrt.errors import ArgumentError, LibraryError, VBError
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+from tests.integrations import batch_cases  # noqa: E402 - imports transformers
+from tests.integrations.batch_cases import HEADS, llama, prompts  # noqa: E402 - imports transformers
 from tests.integrations.near_ties import largest_gap  # noqa: E402
 from vbrt.generation.kv.paged_codes import PagedTokens  # noqa: E402
 from vbrt.integrations import batches  # noqa: E402 - imports transformers
@@ -22,18 +24,9 @@ from vbrt.libraries import transformers_batching  # noqa: E402
 if transformers_batching.CODED_CACHE.refusal():
     pytest.skip(transformers_batching.CODED_CACHE.refusal(), allow_module_level=True)
 
-SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-
-
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
-
 
 def gemma():
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    config = transformers.Gemma3TextConfig(**SIZES, **HEADS, sliding_window=96, layer_types=kinds)
-    return transformers.Gemma3ForCausalLM(config)
+    return batch_cases.gemma(window=96)
 
 
 @pytest.fixture(params=[llama, gemma])
@@ -43,16 +36,8 @@ def vb(request):
         yield vb
 
 
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(1)
-    return {str(length): torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths}
-
-
 def generated(vb, asked, bits, *, new=8, sequences=4):
-    found = batches.generate_many(vb, asked, Turn(new), sequences, kv_bits=bits)
-    results = {result.request: result for result in found}
-    assert set(results) == set(asked) and not any(result.error for result in results.values())
-    return {name: result.tokens for name, result in results.items()}
+    return batch_cases.generated(vb, asked, bits=bits, new=new, sequences=sequences)
 
 
 def test_long_and_short_prompts_that_enter_and_leave_give_their_own_tokens(vb):

@@ -10,15 +10,11 @@ from tests.integrations.near_ties import largest_gap
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-from vbrt.integrations import batches  # noqa: E402 - imports transformers
-from vbrt.integrations.text_generation import Turn  # noqa: E402
+from tests.integrations.batch_cases import gemma, generated, llama, prompts  # noqa: E402 - imports transformers
 from vbrt.libraries import torch_api, transformers_flash  # noqa: E402
 
 if transformers_flash.FLASH_BATCHES.refusal():
     pytest.skip(transformers_flash.FLASH_BATCHES.refusal(), allow_module_level=True)
-
-SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
 def reference(query_MHK, key_NGK, value_NGK, begins_M, begins_N, longest_M, longest_N, *, scale, left):
@@ -35,27 +31,6 @@ def reference(query_MHK, key_NGK, value_NGK, begins_M, begins_N, longest_M, long
         mask = sees.to(q.device)
         out[query] = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
     return out
-
-
-def llama(**more):
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, **more))
-
-
-def gemma():
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    config = transformers.Gemma3TextConfig(**SIZES, **HEADS, sliding_window=40, layer_types=kinds)
-    return transformers.Gemma3ForCausalLM(config)
-
-
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(1)
-    return {str(length): torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths}
-
-
-def generated(vb, asked, *, sequences=4, new=30, bits=16):
-    found = list(batches.generate_many(vb, asked, Turn(new), sequences, kv_bits=bits))
-    assert {result.request for result in found} == set(asked) and not any(result.error for result in found)
-    return {result.request: result.tokens for result in found}
 
 
 @pytest.mark.parametrize("make", [llama, gemma])

@@ -13,6 +13,7 @@ from tests.integrations.near_ties import largest_gap
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+from tests.integrations.batch_cases import gemma, generated, llama, prompts  # noqa: E402 - imports transformers
 from vbrt.generation.capture import batch_steps  # noqa: E402 - imports transformers
 from vbrt.generation.capture.batch_steps import AGAIN, NEW_SIZE, BatchSteps  # noqa: E402 - imports transformers
 from vbrt.generation.generate import Terms  # noqa: E402
@@ -26,9 +27,6 @@ from vbrt.model.phase import DECODE, named_phase  # noqa: E402
 for feature in (transformers_flash.FLASH_BATCHES, transformers_runner.RUNNER):
     if feature.refusal():
         pytest.skip(feature.refusal(), allow_module_level=True)
-
-SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
 def masked_varlen(query_MHK, key_NGK, value_NGK, begins_M, begins_N, longest_M, longest_N, *, scale, left):
@@ -46,27 +44,6 @@ def masked_varlen(query_MHK, key_NGK, value_NGK, begins_M, begins_N, longest_M, 
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
     return out[0].transpose(0, 1).nan_to_num(0.0)
-
-
-def llama(**more):
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, **more))
-
-
-def gemma():
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    config = transformers.Gemma3TextConfig(**SIZES, **HEADS, sliding_window=40, layer_types=kinds)
-    return transformers.Gemma3ForCausalLM(config)
-
-
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(1)
-    return {str(length): torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths}
-
-
-def generated(vb, asked, *, sequences=4, new=30, bits=16):
-    found = list(batches.generate_many(vb, asked, Turn(new), sequences, kv_bits=bits))
-    assert {result.request for result in found} == set(asked) and not any(result.error for result in found)
-    return {result.request: result.tokens for result in found}
 
 
 @pytest.fixture
@@ -275,8 +252,7 @@ def test_a_gpus_steps_draw_tokens_anew_at_each_replay():
 @pytest.mark.gpu
 def test_a_gpus_batch_launches_nothing_that_was_not_compiled_ahead():
     sizes = {"hidden_size": 640, "intermediate_size": 896, "num_hidden_layers": 2}  # of no other test
-    config = transformers.LlamaConfig(**SIZES | sizes, **HEADS | {"head_dim": 64})
-    with vbrt.wrap(transformers.LlamaForCausalLM(config).bfloat16().cuda(), "fp4") as vb:
+    with vbrt.wrap(llama(**sizes, head_dim=64).bfloat16().cuda(), "fp4") as vb:
         vb.materialize(progress=False)
         compiling.FIRST.clear()
         generated(vb, prompts(1, 5, 63, 130, 300, 600), new=8)
