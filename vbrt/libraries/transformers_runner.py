@@ -1,6 +1,6 @@
 """Model runner of transformers' continuous batching whose decode steps can be replayed.
 
-transformers captures passes as CUDA graphs, too (`use_cuda_graph`): those of prompts as well, one for each size, with
+transformers captures passes as CUDA graphs, too (`use_cuda_graph`): prompts included, one for each size, with
 cached tokens padded to 16,384, and without a word to the model, whose pages may move. Here a pass with one new token
 for each sequence has padded sizes, so that few captures serve many passes; who makes and replays them is passed in.
 

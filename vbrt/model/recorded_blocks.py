@@ -90,7 +90,7 @@ class _Call(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What a recording depends on, besides the block."""
+        """Cache key of a recording within its block."""
         told = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.tensors)
         constants = tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in self.leaves)
         return self.form, constants, told, _autocast(self.tensors[0].device.type), pass_precision()
@@ -421,7 +421,7 @@ class _Block:
     def run_eagerly(self, handles: Sequence[Any]) -> str:
         """Run the block as it will be recorded; return why it cannot be recorded, "" if it can."""
         before, self._counted = _random_state(self._device), [handle.forwards for handle in handles]
-        for _ in range(2):  # another thread's wait counts, too, and the first run's, of what is made once
+        for _ in range(2):  # another thread's wait counts, too, and one of lazy initialization
             with waits_noticed(self._device) as where:
                 outputs, gradients, why = self._run(self._call.tensors)
             if not where():

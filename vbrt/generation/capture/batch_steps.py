@@ -35,7 +35,7 @@ _SETTLED = 64  # replays until counters are brought up to date
 
 
 class StepsOfModel(Protocol):
-    """Captured steps of a model over all calls, which count those of batches, too."""
+    """Counters of a model's captured steps, shared by `generate` calls and batches."""
 
     captured: int
     causes: Counter[str]

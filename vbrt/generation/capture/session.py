@@ -188,7 +188,7 @@ class Steps:
             self.compile_ahead(ids.shape[0], soon=False)
 
     def compile_for_batch(self, sequences: int, tokens: int) -> None:
-        """Start to compile kernels for passes of a continuous batch: the fullest first, then those of all sizes.
+        """Start to compile kernels for passes of a continuous batch: the fullest first, then all sizes.
 
         For an H200 the four products of an 8B shape are 54 kinds for 1 to 4,096 tokens, of a second or more each, which
         passes meet one after the other as sequences come and go.

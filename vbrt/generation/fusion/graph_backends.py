@@ -54,7 +54,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder(GraphRecorder):
-    """Captures CUDA graphs of step graphs, those of models with lossless weights, too."""
+    """Captures CUDA graphs of step graphs, lossless weights included."""
 
     program, rows, lossless = Program, RowsProgram, True
 

@@ -119,7 +119,7 @@ class GraphRecording(Protocol):
 
 
 class Loan(Protocol):
-    """Room of the top tier that holds copies beside the policy's, until pages need other homes."""
+    """Room of the top tier that holds copies outside the policy, until pages need other homes."""
 
     def give_back(self) -> None:
         """Free the room, after the kernels and copies that use it. Idempotent."""

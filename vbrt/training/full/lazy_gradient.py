@@ -1,4 +1,4 @@
-"""LazyGradient: what `parameter.grad` is until somebody needs its numbers: a tensor without memory of its own.
+"""Lazy gradient: a tensor subclass without storage that stands for `parameter.grad` until its values are read.
 
 Most code that reads `.grad` asks for its presence, its type, its norm, or scales it: torch's `clip_grad_norm_`, and
 with it accelerate and Trainer, do nothing else. A gradient in host memory is bf16 until then; a norm reads it as it

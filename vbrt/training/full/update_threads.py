@@ -66,7 +66,7 @@ class Helpers:
         self._crew.share(len(works), lambda i: works[i]())
 
     def begin(self, work: Callable[..., object], *args: object) -> None:
-        """Run `work(*args)` in a thread of its own, beside other work; errors are printed."""
+        """Run `work(*args)` in a thread of its own, concurrently; errors are printed."""
         self._crew.give(work, *args)
 
     def stop(self) -> None:
