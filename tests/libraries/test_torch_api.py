@@ -1,9 +1,12 @@
 """What is private to torch's compiler is there in the installed version, and missing it is announced or refused."""
 
 import types
+import weakref
 
 import pytest
 import torch
+from torch._dynamo.source import LocalSource
+from torch._guards import Guard
 
 from vbrt.errors import KernelError
 from vbrt.libraries import probe, torch_api
@@ -34,11 +37,26 @@ def test_an_inductor_that_cannot_be_told_of_an_operator_is_announced(monkeypatch
         torch_api.never_lower(op)
 
 
-def test_a_guard_without_a_name_is_an_error():
-    assert torch_api.guards_attribute(types.SimpleNamespace(name="L['self']._vb_page"), "_vb_page")
-    assert not torch_api.guards_attribute(types.SimpleNamespace(name="L['self']._vb_pages"), "_vb_page")
+def test_guards_of_an_attribute_are_found_by_name_and_one_without_is_an_error():
+    named = [
+        types.SimpleNamespace(name=f"L['self'].{attribute}", orig_guard=types.SimpleNamespace())
+        for attribute in ("_vb_page", "_vb_pages")
+    ]
+    assert torch_api.guards_beside(named, "_vb_page") == [False, True]
     with pytest.raises(KernelError, match="has no attribute 'name'"):
-        torch_api.guards_attribute(types.SimpleNamespace(), "_vb_page")
+        torch_api.guards_beside([types.SimpleNamespace(orig_guard=types.SimpleNamespace())], "_vb_page")
+
+
+def test_guards_of_objects_that_a_property_makes_anew_are_built_twice():
+    class View:
+        """What transformers' `config.per_layer_config` returns."""
+
+    guard = Guard(LocalSource("config"), lambda builder, guard: None)
+    first, second = View(), View()
+    guard.set_export_info("TYPE_MATCH", None, [], weakref.ref(first))
+    entry = types.SimpleNamespace(name="L['config'].per_layer_config", orig_guard=guard)
+    assert torch_api.guards_beside([entry], "_vb_page") == [True]
+    guard.set_export_info("TYPE_MATCH", None, [], weakref.ref(second))  # an AssertionError of torch's without it
 
 
 def test_frames_are_skipped_whatever_the_version_and_where_they_cannot_be_it_is_announced(monkeypatch):

@@ -16,7 +16,7 @@ Tested versions: `vbrt.libraries.versions`. Inductor is imported only when its p
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ __all__ = [
     "functorch_enabled",
     "get_unwrapped",
     "graph_pass_base",
-    "guards_attribute",
+    "guards_beside",
     "has_flash_varlen",
     "has_overlap",
     "has_storage",
@@ -262,10 +262,17 @@ def _of_inductor(module: str, name: str) -> Any:
         ) from error
 
 
-def guards_attribute(guard: Any, attribute: str) -> bool:
-    """True if a dynamo guard is on this attribute of a module."""
+def guards_beside(guards: Sequence[Any], attribute: str) -> list[bool]:
+    """Which of dynamo's guards are not on this attribute of a module.
+
+    Dynamo, which calls a filter between two builds of its guards, may then build those anew of objects that a property
+    makes at each read, such as transformers 5.24's `config.per_layer_config`: torch 2.11 has an AssertionError for a
+    second object as long as the first one lives.
+    """
     try:
-        return guard.name.endswith(f".{attribute}")
+        for guard in guards:
+            guard.orig_guard.obj_weakref = None
+        return [not guard.name.endswith(f".{attribute}") for guard in guards]
     except AttributeError as error:
         raise KernelError(f"torch {torch.__version__}: {error}; expected torch {tested_range('torch')}") from error
 

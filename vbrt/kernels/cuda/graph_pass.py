@@ -48,7 +48,7 @@ def compile_options(mode: str = "default") -> dict[str, Any]:
 
 def wanted_guards(guards: Sequence[Any]) -> list[bool]:
     """Which of dynamo's guards to keep: all but those of the tensors that `Weight.show` gives to layers."""
-    return [not torch_api.guards_attribute(guard, _PLANES) for guard in guards]
+    return torch_api.guards_beside(guards, _PLANES)
 
 
 class JoinSiblings(torch_api.graph_pass_base()):  # type: ignore[misc]  # a class that only inductor has
