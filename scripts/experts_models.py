@@ -8,8 +8,8 @@ vbrt's fused kernels or "eager", where the model's code can be recorded; otherwi
 
 The limit of a prompt is the larger of the resident one's time and that of the experts' bytes once over the link; of a
 step, the resident one's and that of the missed experts' bytes over the link, of which the CPU computes some where they
-lie (`experts.miss`), so that less may be taken. `whole` is what all layers take: a step's or
-prompt's time in proportion, which counts the head several times, and memory beside parameters in proportion.
+lie (`experts.miss`), so that less may be taken. `whole` is what all layers take: a step's or prompt's time in
+proportion, which counts the head several times, and memory with pages in proportion.
 
     python3 scripts/experts_models.py [--models gpt-oss-120b ...] [--shares 25 10]
 """
@@ -169,13 +169,13 @@ def measured(vb: vbrt.VBModelWrapper, how: str, tokens: Sequence[int], device: t
 def in_all(
     vb: vbrt.VBModelWrapper, found: dict[str, object], layers: int, whole: int, tokens: Sequence[int]
 ) -> dict[str, object]:
-    """What all layers would take, by proportion."""
-    kept = sum(t.nbytes for t in (*vb.module.parameters(), *vb.module.buffers())) / 1e9
+    """What all layers would take: times and pages in proportion, parameters and activations once."""
     times = whole / layers
     row = {"whole_tokens_s": 1e3 / (found["ms"] * times)}
     row |= {f"whole_prompt_{t}_tokens_s": t * 1e3 / (found[f"prompt_{t}_ms"] * times) for t in tokens}
+    pages = vb.stats().tiers[vb.stack.names[0]].held_bytes / 1e9
     peaks = {t: found.get(f"prompt_{t}_peak_gb") for t in tokens}
-    return row | {f"whole_{t}_gb": kept + (peak - kept) * times for t, peak in peaks.items() if peak is not None}
+    return row | {f"whole_{t}_gb": peak + pages * (times - 1) for t, peak in peaks.items() if peak is not None}
 
 
 def main() -> None:

@@ -43,6 +43,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 8,
         },
     ),
+    "llama-3-70b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
     "qwen3-30b-a3b": (
         "qwen3_moe",
         {
