@@ -373,7 +373,9 @@ def table(part: str) -> str:
     """The table of a part, of its committed results."""
     result = json.loads((RESULTS / f"batch-{part}-nvidia-h200.json").read_text())
     lines = {"offline": _offline_lines, "serving": _serving_lines}[part](result["rows"])
-    return "\n".join([*lines, "", named_machine(result["machine"])])
+    others = {row["commit"]: row["case"].partition(",")[0] for row in result["rows"] if "commit" in row}
+    said = [f"Rows of {case}: commit {commit}, another host of that kind." for commit, case in others.items()]
+    return "\n".join([*lines, "", " ".join([named_machine(result["machine"]), *said])])
 
 
 def _offline_lines(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -11,6 +11,7 @@ from scripts.full_tables import full_cpu_table, full_tables
 from scripts.generate_tables import exact_table, generate_table
 from scripts.hosted_tables import hosted_table
 from scripts.kv_tables import kv_table
+from scripts.large_models import large_table
 from scripts.live_tables import live_table
 from scripts.load_peak import load_table
 from scripts.load_tables import load_section
@@ -76,6 +77,8 @@ def tables() -> str:
         out += kernel_table(path)
     for path in sorted(RESULTS.glob("published-*.json")):
         out += published_table(path)
+    for path in sorted(RESULTS.glob("large-models-*.json")):
+        out += large_table(path)
     for path in sorted(RESULTS.glob("valley-*.json")):
         out += valley_table(path)
     for path in sorted(RESULTS.glob("ordered-launches-*.json")):

@@ -39,7 +39,7 @@ BESIDE = 700_000_000 + 1_000_000_000  # CUDA's own, and activations
 WAYS = ("nvfp4", "t3", "accelerate")
 PEER_TOKENS = 5  # of an answer by accelerate
 _WARM = 8  # tokens of a first call, in which steps are recorded
-_FEWEST_LAYERS = 2  # that stream through the room
+_FEWEST_PAGES = 4  # of the largest size, through which the others stream
 
 
 class Held(NamedTuple):
@@ -52,14 +52,14 @@ class Held(NamedTuple):
 MODELS = {"qwen3-32b": Held(8, 12e9), "llama-3-70b": Held(4, 24e9)}
 
 
-def build(shape: str, layers: int, device: str) -> nn.Module:
+def build(shape: str, layers: int) -> nn.Module:
     """Return a random bf16 model of so many layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = SHAPES[shape]
     config = AutoConfig.for_model(kind, **sizes | {"num_hidden_layers": layers}, tie_word_embeddings=False)
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device(accelerator.TYPE if _on_gpu() else "cpu"):  # a CPU takes minutes
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -90,14 +90,14 @@ def _on_gpu() -> bool:
 def wrapped_rows(way: str, shape: str, held: Held, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Rows of vbrt with a format of this name."""
     whole = SHAPES[shape][1]["num_hidden_layers"]
-    model = build(shape, held.layers, accelerator.TYPE if _on_gpu() else "cpu")
+    model = build(shape, held.layers)
     weights = {"format": way, "keep_head": True, "embeddings": False}
     vb = vbrt.wrap(model, "fp4", weights=weights).materialize(progress=False)
     pages = sum(page.nbytes for page in vb.stack.pages.values())
     for batch in batches:
         budget = room(model, whole, batch, held.memory) * held.layers / whole
-        if budget < pages * _FEWEST_LAYERS / held.layers and budget < pages:
-            yield {"batch": batch, "refused": "the KV cache leaves no room for two layers"}
+        if budget < _FEWEST_PAGES * max(page.nbytes for page in vb.stack.pages.values()):
+            yield {"batch": batch, "refused": "the KV cache leaves no room for pages to pass through"}
             continue
         vb.set_budget("gpu" if _on_gpu() else "cpu", int(min(budget, pages)))
         ms, before = token_ms(vb, batch, TOKENS, _WARM), moved_bytes(vb)
@@ -121,7 +121,7 @@ def accelerate_rows(shape: str, held: Held, batches: Sequence[int]) -> Iterator[
     from accelerate.hooks import remove_hook_from_submodules
 
     whole = SHAPES[shape][1]["num_hidden_layers"]
-    model = build(shape, held.layers, "cpu")
+    model = build(shape, held.layers).to("cpu")
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     for batch in batches:
         share = min(1.0, max(0.0, room(model, whole, batch, held.memory) / (layer * whole)))

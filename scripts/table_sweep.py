@@ -53,6 +53,7 @@ FORMATS = {
     "superbytes16": "Q6_K",
     "bytes32-float16": "Q8_0",
     "floatbytes128-float32": "FP8",
+    "t3": "vbrt's own, 3 bits",
 }
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096))  # (K, N)
 _LAUNCHED = (*table_linear.SERVED, *trellis_linear.FORMATS)  # whose launches can be chosen; t3 has one row tile
@@ -186,12 +187,12 @@ def published_table(path: Path) -> list[str]:
         ]
         lines.append([FORMATS[format], f"`{format}`", f"{k}→{n}", *figures])
     said = (
-        "A linear layer on codes as published, CUDA-graph replays of weights beyond L2, and its bytes a second over "
+        "A linear layer on such codes, CUDA-graph replays of weights beyond L2, and its bytes a second over "
         "those of nvfp4's kernel in the same turns; beyond 32 tokens, bf16's time over its own. "
         f"Copies of this GPU: {result['copy_tb_s']} TB/s."
     )
     return [
-        "## published codes, " + result["gpu"],
+        f"## {'three bits' if {key[0] for key in own} == {'t3'} else 'published codes'}, {result['gpu']}",
         "",
         said,
         "",
