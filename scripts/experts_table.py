@@ -17,7 +17,7 @@ from scripts.routing_tables import origin
 PAGE = ROOT / "docs" / "experts.md"
 MARKS = "<!-- costs: scripts/experts_table.py -->", "<!-- end of costs -->"
 _RESULTS = ROOT / "benchmarks" / "results"
-_TOKENS = (2048, 8192, 32768)
+_TOKENS = (2048, 4096, 8192, 32768)
 _HEADS = (
     "model", "experts on the GPU", "GPU memory, GB", "first token behind 512, ms",
     *(f"prompt tokens/s, {tokens:,}" for tokens in _TOKENS), "decoded tokens/s", "by",
@@ -55,7 +55,7 @@ def costs() -> str:
 
 def _row(share: str, prompt_ms: dict[int, float], step: dict[str, Any], by: str) -> tuple[str, ...]:
     first = f"{prompt_ms[512]:.0f}" if prompt_ms else "–"
-    rates = (f"{tokens / prompt_ms[tokens] * 1e3:,.0f}" if prompt_ms else "–" for tokens in _TOKENS)
+    rates = (f"{tokens / prompt_ms[tokens] * 1e3:,.0f}" if tokens in prompt_ms else "–" for tokens in _TOKENS)
     memory = f"{step['peak_gb']:.1f}" if "peak_gb" in step else "–"
     return _SHAPE.format(origin(step)), share, memory, first, *rates, f"{step['tokens_s']:.0f}" if step else "–", by
 
