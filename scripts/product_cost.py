@@ -1,6 +1,7 @@
 """Host time of a product in training: a frozen layer's forward and backward, nn.Linear's and an fp4 one's in turns.
 
-    python scripts/product_cost.py [chain] [step] [--device cuda] [--dtype bfloat16] [--layers 8] [--tokens 64 2048]
+    python scripts/product_cost.py [chain] [step] [experts] [--device cuda] [--dtype bfloat16] [--layers 8]
+        [--tokens 64 2048]
 
 - chain: frozen square layers in a row. Microseconds of the host a product, in a forward without gradients, a recorded
   one, a backward, and in the kernels that an fp4 layer calls; the fastest of some rounds.
@@ -8,6 +9,9 @@
   Milliseconds of the host (the fastest step), by the clock (median), and on the GPU (sum of its kernels). What a
   product adds to the host is the difference between both models over the products of a step. On a GPU take few tokens
   for that: with many the host waits, because the queue of launches is full.
+- experts: the same on all routed experts, 128 a layer of which a token takes 8, in small matrices: plain, with all
+  pages on the computing device, and with a quarter of the experts there. What a pass of a layer's experts adds, of
+  which a step has three: the forward, that of the checkpoint, and the backward.
 
 `--profile` prints where the host's time goes in a step.
 """
@@ -19,6 +23,7 @@ import json
 import pstats
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +36,7 @@ import torch  # after the checkout is on the path
 from torch import nn
 
 import vbrt
+from scripts import experts_decode
 from scripts.measuring import machine, markdown_table
 from vbrt.integrations.token_times import llama_8b
 from vbrt.layers import VBLinear
@@ -130,13 +136,13 @@ def llama(options: argparse.Namespace) -> nn.Module:
     return LlamaForCausalLM(config).to(options.dtype)
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """A model with adapters that train, as PEFT's documentation has it."""
+def adapted(model: nn.Module, **targets: list[str]) -> nn.Module:
+    """A model with adapters that train, on q and v or other targets, as PEFT's documentation has it."""
     from peft import LoraConfig, get_peft_model
 
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
-    return get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).train()
+    return get_peft_model(model, LoraConfig(r=16, **(targets or {"target_modules": ["q_proj", "v_proj"]}))).train()
 
 
 def stepping(model: nn.Module, tokens: int, device: str) -> Callable[[], None]:
@@ -167,15 +173,8 @@ def profiled(call: Callable[[], object]) -> None:
     pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 
-def step(options: argparse.Namespace, tokens: int) -> dict:
-    """Print milliseconds of a step, and what a product adds."""
-    plain, wrapped = llama(options), vbrt.wrap(llama(options), "fp4", weights={"keep_head": True, "min_parameters": 1})
-    products = sum(isinstance(layer, VBLinear) for layer in wrapped.materialize().modules())
-    products = 3 * products - options.layers  # a checkpoint's second forward stops before its last product
-    steps = {
-        name: stepping(adapted(model), tokens, options.device)
-        for name, model in {"plain": plain, "fp4": wrapped}.items()
-    }
+def times_of(steps: dict[str, Callable[[], None]], options: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Milliseconds of steps, taken in turns; print a table."""
     gc.collect()
     host, clock = ({name: list[float]() for name in steps} for _ in range(2))
     for turn in range(options.rounds + WARM):
@@ -192,8 +191,21 @@ def step(options: argparse.Namespace, tokens: int) -> dict:
     if options.device == "cuda":
         for name, call in steps.items():
             result[name]["device_ms"] = device_ms(call)
-    head = [f"{options.layers} layers, {tokens} tokens", *result["fp4"]]
+    head = [f"{options.layers} layers, {tokens} tokens", *next(iter(result.values()))]
     print(*markdown_table(head, [[n, *(f"{v:.1f}" for v in row.values())] for n, row in result.items()]), sep="\n")
+    return result
+
+
+def step(options: argparse.Namespace, tokens: int) -> dict:
+    """Print milliseconds of a step, and what a product adds."""
+    plain, wrapped = llama(options), vbrt.wrap(llama(options), "fp4", weights={"keep_head": True, "min_parameters": 1})
+    products = sum(isinstance(layer, VBLinear) for layer in wrapped.materialize().modules())
+    products = 3 * products - options.layers  # a checkpoint's second forward stops before its last product
+    steps = {
+        name: stepping(adapted(model), tokens, options.device)
+        for name, model in {"plain": plain, "fp4": wrapped}.items()
+    }
+    result = times_of(steps, options, tokens)
     added = (result["fp4"]["host_ms"] - result["plain"]["host_ms"]) * 1e3 / products
     print(f"{added:.1f} us of the host a product more, of {products} products", flush=True)
     for name, call in steps.items() if options.profile else ():
@@ -202,8 +214,54 @@ def step(options: argparse.Namespace, tokens: int) -> dict:
     return result | {"products": products, "added_us": added}
 
 
+# -- routed experts ----------------------------------------------------------------------------------------------------
+
+
+def mixture(options: argparse.Namespace) -> nn.Module:
+    """Qwen3-30B-A3B's experts in number, with small matrices."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = experts_decode.build(options.layers, torch.device(options.device), **sizes, **heads).to(options.dtype)
+    model.config.use_cache = False
+    return model
+
+
+def quarter(options: argparse.Namespace, folder: str) -> nn.Module:
+    """With room for a quarter of the experts, the others in the tier below: on a CPU a drive."""
+    below, near = ("cpu", "gpu") if options.device == "cuda" else ("ssd", "cpu")
+    tiers = {"ssd": {"enabled": True, "path": folder}, "gpu": {"enabled": options.device == "cuda"}}
+    how = {"weights": {"min_parameters": 1}, "policy": {"kind": "experts"}, "tiers": tiers}
+    vb = vbrt.wrap(mixture(options), "fp4", **how).materialize()
+    vb.runtime.open_stores()
+    experts = {key for handle in experts_decode.expert_handles(vb) for key in handle.keys}
+    vb.stack.rehome({key: below if key in experts else near for key in vb.stack.pages})
+    vb.set_budget(near, experts_decode.budget_of(vb, 0.25))
+    return vb
+
+
+def experts(options: argparse.Namespace, tokens: int) -> dict:
+    """Print milliseconds of a step, and what a pass of a layer's experts adds."""
+    targets = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    with tempfile.TemporaryDirectory() as folder:
+        models = {
+            "plain": mixture(options),
+            "fp4": vbrt.wrap(mixture(options), "fp4", weights={"min_parameters": 1}).materialize(),
+            "fp4, a quarter": quarter(options, folder),
+        }
+        steps = {n: stepping(adapted(model, **targets), tokens, options.device) for n, model in models.items()}
+        result, passes = times_of(steps, options, tokens), 3 * options.layers
+        for name in list(result)[1:]:
+            result[name]["added_us"] = (result[name]["host_ms"] - result["plain"]["host_ms"]) * 1e3 / passes
+            print(f"{name}: {result[name]['added_us']:.0f} us of the host a pass of experts more, of {passes}")
+            if options.profile:
+                profiled(steps[name])
+        for model in list(models.values())[1:]:
+            model.close()
+    return result
+
+
 def main() -> None:
-    parts = {"chain": chain, "step": step}
+    parts = {"chain": chain, "step": step, "experts": experts}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
