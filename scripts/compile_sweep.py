@@ -56,7 +56,6 @@ from vbrt.kernels.cuda.experts import (
     row_experts,
     token_sums,
 )
-from vbrt.kernels.cuda.experts.pairs import Groups
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.launch_table import WIDE, Gpu
 from vbrt.kernels.cuda.rounded import fp8
@@ -349,8 +348,7 @@ def _experts(capability: int) -> Iterator[Callable[[], Any]]:
             if capability // 10 in WIDE:
                 yield partial(many_tokens.up, x, ids, pages, part="up", gate=gate, bias_EN=bias_up)
                 yield partial(many_tokens.down, h, ids, weights, pages, part="down", bias_EN=bias_down)
-        groups = Groups(*(_empty(8, dtype=torch.int32),) * 4, 8)
-        yield partial(decoded_experts._decode, pages, "up", groups, 0, 2)
+        yield partial(decoded_experts._decode, pages, "up", _empty(8, dtype=torch.int32), 0, 2)
 
 
 def _row_experts(capability: int) -> Iterator[Callable[[], Any]]:
@@ -362,8 +360,7 @@ def _row_experts(capability: int) -> Iterator[Callable[[], Any]]:
         for tokens, dtype in ((1, _BF16), (64, _BF16), (512, _BF16), (8, _FP32)):
             x, ids = _empty(tokens, hidden, dtype=dtype), _empty(tokens, 4, dtype=torch.int64)
             yield partial(row_experts._rows, x, ids, pages, "up", None, 4)
-        groups = Groups(*(_empty(64, dtype=torch.int32),) * 4, 8)
-        yield partial(row_experts._decode_pages, pages, "down", groups, 0, 2)
+        yield partial(row_experts._decode_pages, pages, "down", _empty(64, dtype=torch.int32), 0, 2)
     for gate, dtype in itertools.product((Gate("silu"), Gate("gelu", interleaved=True)), (_BF16, _FP16, _FP32)):
         yield partial(gated_rows.gated_rows, _empty(64, 1536, dtype=_FP32), gate, dtype)
 

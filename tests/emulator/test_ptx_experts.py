@@ -1,5 +1,7 @@
 """The kernels of routed experts as they are compiled, behind their own launches, run on the CPU: see `ptx`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from vbrt.kernels.cuda.e2m1.linear import decode_weight
 from vbrt.kernels.cuda.experts import decoded_experts, many_tokens
 from vbrt.kernels.cuda.experts.token_sums import weighted_sums
 from vbrt.kernels.cuda.launch_table import MmaLaunch
-from vbrt.kernels.experts import Gate, part_planes, weigh_and_sum
+from vbrt.kernels.experts import Gate, addresses_of, part_planes, weigh_and_sum
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -124,6 +126,17 @@ def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_reference_s_bits
     pages, _ = expert_pages(format, {"up": (16, 128), "down": (40, 264)}, E, tiled=True, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
     groups = many_tokens.group_pairs(torch.tensor([[0], [2]]), E, 32)
-    decoded_GNK = decoded_experts._decode(pages, "down", groups, 1, 2)
+    decoded_GNK = decoded_experts._decode(pages, "down", groups.offsets, 1, 2)
     assert torch.equal(decoded_GNK[1], decode_weight(part_planes(pages, 2, "down")))
+    assert gpu == ["decode_kernel"]
+
+
+@matrix(format=["nvfp4", "mxfp4"], gpu=[80, 89, 90], indirect=("gpu",), at_most=2)
+def test_matrices_of_all_experts_are_decoded_to_the_reference_s_bits(format, gpu, monkeypatch):  # noqa: F811
+    pages, _ = expert_pages(format, {"up": (16, 128), "down": (40, 264)}, E, tiled=True)
+    monkeypatch.setattr(Machine, "pages", pages.pages)
+    decoded_ENK = decoded_experts.decode_pages(
+        replace(pages, addresses=addresses_of(pages, torch.device("cpu"))), "down"
+    )
+    assert torch.equal(decoded_ENK, torch.stack([decode_weight(part_planes(pages, e, "down")) for e in range(E)]))
     assert gpu == ["decode_kernel"]

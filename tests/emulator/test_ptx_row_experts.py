@@ -105,7 +105,8 @@ def test_matrices_of_experts_that_have_pairs_are_decoded_to_the_bits_of_their_fo
     pages, _ = expert_pages(name, {"up": (16, 128), "down": (24, 264)}, 3, missing=(1,))
     monkeypatch.setattr(Machine, "pages", [page for page in pages.pages if page is not None])
     monkeypatch.setattr(table_linear, "nf4_levels", lambda index: torch.tensor(NF4_LEVELS))
-    decoded_GNK = row_experts._decode_pages(pages, "down", grouped_pairs(torch.tensor([[0], [2]]), 3, 32), 1, 2)
+    offsets = grouped_pairs(torch.tensor([[0], [2]]), 3, 32).offsets
+    decoded_GNK = row_experts._decode_pages(pages, "down", offsets, 1, 2)
     coarse = dict(part_planes(pages, 2, "down").coarse)
     assert torch.equal(decoded_GNK[1], get_format(name).decode(coarse, (24, 264), torch.bfloat16))
     assert gpu == ["decode_experts_kernel"]

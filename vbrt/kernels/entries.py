@@ -20,7 +20,7 @@ from vbrt.kernels.cuda import devices, tuned_configs
 from vbrt.kernels.cuda.e2m1 import encode as e2m1_encode
 from vbrt.kernels.cuda.e2m1 import linear as e2m1_linear
 from vbrt.kernels.cuda.e2m1.tiles import FORMATS as TILE_FORMATS
-from vbrt.kernels.cuda.experts import expert_kernels, row_experts, token_sums
+from vbrt.kernels.cuda.experts import decoded_experts, expert_kernels, row_experts, token_sums
 from vbrt.kernels.cuda.fine import merge
 from vbrt.kernels.cuda.plain import linear as plain_linear
 from vbrt.kernels.cuda.rounded import fp8 as fp8_linear
@@ -146,6 +146,7 @@ KERNELS = (
             runs_unpacked=True,
             prepare=table_linear.prepare,
             by_address=row_experts.takes_addresses,
+            decode_pages=row_experts.decode_pages,
         )
         for op, run in (("experts_up", row_experts.up), ("experts_down", row_experts.down))
     ),
@@ -154,6 +155,7 @@ KERNELS = (
         expert_kernels.NEEDS,
         run=expert_kernels.up,
         by_address=expert_kernels.takes_addresses,
+        decode_pages=decoded_experts.decode_pages,
         unmeasured=_unmeasured("expert", "expert kernels"),
     ),
     _tiled("experts_down", expert_kernels.NEEDS, run=expert_kernels.down),

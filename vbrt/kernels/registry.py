@@ -115,6 +115,8 @@ class Kernel:
         few: prepares small-batch products on resident planes (`layers/weights/small_batch.py`), with an optional key of
             `rounded`; returns None where unsupported.
         by_address: True if it can compute from page addresses alone, for a layout and device.
+        decode_pages: the matrices [E, N, K] of all experts of pages by address, in bf16, (pages, part); None: they are
+            decoded one by one.
         reads_resident_planes: True if compiled graphs may hold resident planes and run it on them.
     """
 
@@ -137,6 +139,7 @@ class Kernel:
     prepare: Callable[[torch.device], None] = _never_refuses
     reads_resident_planes: bool = False
     by_address: Callable[[PageLayout, torch.device], bool] = _needs_pages
+    decode_pages: Callable[..., Tensor] | None = None
     unmeasured: Callable[[torch.device], str | None] = _never_refuses
     few: Callable[..., Any] | None = None
     code_of: Callable[[tuple[int, int], torch.dtype, int, torch.device], Hashable] | None = None

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import vbrt
-from tests.models import TOKENS, qwen3_moe, wrap
-from vbrt.layers.experts import VBExperts
+from tests.models import TOKENS, config, qwen3_moe, wrap
+from vbrt.layers.experts import VBExperts, run_experts
 
 peft = pytest.importorskip("peft")
 
@@ -51,6 +51,41 @@ def test_a_step_is_that_of_the_plain_model_with_the_held_weights(format, impleme
     for model in (vb.module, plain):
         model.set_experts_implementation(implementation)
     same_step(adapted(vb.module), adapted(plain))
+
+
+def test_of_many_pairs_all_experts_at_home_are_leased_without_asking_which_are_touched(monkeypatch):
+    vb = wrap(qwen3_moe(dtype=torch.float32), "nvfp4").materialize()
+    plain = adapted(decoded(vb))
+    models = adapted(vb.module), plain
+
+    def asks(ids, experts):
+        raise AssertionError("the host asks for the touched experts")
+
+    monkeypatch.setattr(run_experts, "touched_experts", asks)
+    with pytest.raises(AssertionError, match="asks"):
+        step(models[0])  # 24 pairs, of 8 experts
+    monkeypatch.setattr(run_experts, "_NEARLY_ALL", 3)
+    experts = vb.stats().layers["model.layers.0.mlp.experts"]
+    same_step(*models)
+    assert vb.stats().layers["model.layers.0.mlp.experts"].hits - experts.hits == 2 * 8  # a forward, a backward
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["dense", "exact", "nvfp4", "mxint8", "nf4", "t3"])
+@pytest.mark.parametrize("share", [2.0, 0.9], ids=["at home", "leased"])
+def test_many_leased_experts_are_decoded_to_the_bits_of_each(format, share):
+    model = qwen3_moe(dtype=torch.bfloat16, count=16)
+    settings = {"weights": config(format)["weights"], "policy": {"kind": "experts"}}
+    pages = vbrt.make_plan(model, vbrt.load_config(settings)).page_bytes
+    vb = vbrt.wrap(model, settings, tiers={"gpu": {"budget": int(share * pages)}}).materialize()
+    handle = vb.module.model.layers[-1].mlp.experts.handle
+    for experts in (range(16), [1, 4, 15]):
+        with handle.lease(experts) as leased:
+            for name, part in zip(handle.spec.parameters, handle.spec.parts, strict=True):
+                each = [leased.matrix(part, position) for position in range(len(experts))]
+                assert torch.equal(leased.parameters()[name], torch.stack(each))
+    assert handle.at_home == (share > 1)
+    vb.close()
 
 
 def test_nothing_is_decoded_whole_and_no_weight_becomes_a_parameter(monkeypatch):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from vbrt.host import accelerator
 from vbrt.layers.experts.protocols import LeasedExperts
 from vbrt.libraries.peft_api import Factors
 
@@ -55,8 +56,8 @@ def with_adapters(
     for name, terms in adapters.items():
         weight = weights[name]
         for left, right, scale in terms:
-            if experts is not None:
-                index_n = torch.tensor(experts, dtype=torch.int64, device="cpu").to(left.device)
+            if experts is not None and len(experts) < len(left):
+                index_n = accelerator.sent(torch.tensor(experts, dtype=torch.int64, device="cpu"), left.device)
                 left, right = left[index_n], right[index_n]
             with torch.autocast(weight.device.type, enabled=False):
                 weight = torch.baddbmm(weight, left, right, alpha=scale)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from vbrt.errors import WrapError
+from vbrt.host import accelerator
 from vbrt.layers.experts.adapted_experts import Adapters, adapters_of, with_adapters
-from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
+from vbrt.layers.experts.library_experts import UNHEARD, ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, LeasedExperts
-from vbrt.layers.experts.run_experts import chunks_of, run_experts
-from vbrt.layers.experts.touched_experts import Routed, local_ids, pairs_of, touched_experts
+from vbrt.layers.experts.run_experts import chunks_of, leased_experts, run_experts
+from vbrt.layers.experts.touched_experts import Routed, local_ids, pairs_of
 from vbrt.layers.weights.linear_product import pass_precision, precision
 from vbrt.libraries.peft_api import Factors
 
@@ -94,7 +95,7 @@ class _Recomputed(Function):
             named,
         )
         ctx.autocast, ctx.precision = autocast_of(x.device.type), pass_precision()
-        _, ctx.implementation = implementation_of(layer)
+        ctx.named, ctx.implementation = implementation_of(layer)
         ctx.save_for_backward(ids, x, weights, *others)
         adapters = _adapters_of(ctx.terms, others[len(ctx.names) :])
         return run_experts(layer, Routed(x, ids, weights), fetches=True, adapters=adapters)
@@ -111,12 +112,13 @@ class _Recomputed(Function):
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         sums: list[Tensor | None] = [None] * len(wanted)
         handle = ctx.handle.still(ctx.generation)
-        touched = touched_experts(ids, handle.spec.experts)
+        touched = leased_experts(ctx.layer, ids, decoded=True)
         with precision(ctx.precision), ctx.autocast:
             for chunk in chunks_of(handle, touched, scan=True, precision=ctx.precision) if touched else ():
                 with handle.lease(chunk, ctx.precision) as leased:  # matrices may be views of its pages
-                    y_PH, dy_PH = _rows(ctx, leased, ids, inputs, dy)
-                    found = torch.autograd.grad(y_PH, wanted, dy_PH, create_graph=again, allow_unused=True)
+                    part = _whole if ctx.named in UNHEARD and len(chunk) == len(touched) else _rows
+                    y, own_dy = part(ctx, leased, ids, inputs, dy)
+                    found = torch.autograd.grad(y, wanted, own_dy, create_graph=again, allow_unused=True)
                 sums = [_sum(old, new) for old, new in zip(sums, found, strict=True)]
         grads = iter(torch.zeros_like(w) if g is None else g for g, w in zip(sums, wanted, strict=True))
         return None, None, None, *(next(grads) if need else None for need in needed)
@@ -126,26 +128,41 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new if old is None else old if new is None else old + new
 
 
-def _rows(ctx: Any, leased: LeasedExperts, ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weighted output rows of some experts' pairs, [p, H], and their gradient.
+def _whole(ctx: Any, leased: LeasedExperts, ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output of all touched experts, [T, H], and its gradient."""
+    x, weights = inputs[:2]
+    view, local_Tk = _view(ctx, leased, inputs), local_ids(ids, ctx.handle.spec.experts, leased.experts)
+    with torch.enable_grad():
+        y_TH = ctx.implementation(view, x, local_Tk, weights)
+        return y_TH, dy.to(y_TH.dtype)
 
-    Where gradients are enabled, for a later derivative, it holds no view of the leased pages.
-    """
-    spec, (x, weights, *others) = ctx.handle.spec, inputs
-    kept, factors = others[: len(ctx.names)], others[len(ctx.names) :]
-    held = leased.parameters()
-    if torch.is_grad_enabled():
-        held = {name: weight.clone() for name, weight in held.items()}
-    local_Tk = local_ids(ids, spec.experts, list(leased.experts))
+
+def _rows(ctx: Any, leased: LeasedExperts, ids: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weighted output rows of some experts' pairs, [p, H], and their gradient."""
+    x, weights = inputs[:2]
+    view, local_Tk = _view(ctx, leased, inputs), local_ids(ids, ctx.handle.spec.experts, leased.experts)
     pairs_P, k = pairs_of(local_Tk, len(leased.experts)), local_Tk.shape[1]
     with torch.enable_grad():
-        held = with_adapters(held, _adapters_of(ctx.terms, factors), leased.experts)
-        held |= _of_experts(dict(zip(ctx.names, kept, strict=True)), leased.experts)
-        view = ExpertsView(ctx.layer, held, None)
-        view.num_experts = len(leased.experts)
         x_PH, weights_P1 = x[pairs_P // k], weights.reshape(-1, 1)[pairs_P]
         y_PH = ctx.implementation(view, x_PH, local_Tk.reshape(-1, 1)[pairs_P], weights_P1)
         return y_PH, dy[pairs_P // k].to(y_PH.dtype)
+
+
+def _view(ctx: Any, leased: LeasedExperts, inputs: Sequence[Tensor]) -> ExpertsView:
+    """Return the module's view of the leased experts, with adapters' terms.
+
+    Where gradients are enabled, for a later derivative, it holds no view of the leased pages.
+    """
+    kept, factors = inputs[2 : 2 + len(ctx.names)], inputs[2 + len(ctx.names) :]
+    held = leased.parameters()
+    if torch.is_grad_enabled():
+        held = {name: weight.clone() for name, weight in held.items()}
+    with torch.enable_grad():
+        held = with_adapters(held, _adapters_of(ctx.terms, factors), leased.experts)
+        held |= _of_experts(dict(zip(ctx.names, kept, strict=True)), leased.experts)
+    view = ExpertsView(ctx.layer, held, None)
+    view.num_experts = len(leased.experts)
+    return view
 
 
 def _read_by_modules(ctx: Any, kept: Sequence[Tensor]) -> list[Tensor]:
@@ -166,5 +183,8 @@ def _read_by_modules(ctx: Any, kept: Sequence[Tensor]) -> list[Tensor]:
 
 def _of_experts(kept: Mapping[str, Tensor], experts: Sequence[int]) -> dict[str, Tensor]:
     """Return the rows of biases that some experts have."""
+    own = {name: tensor for name, tensor in kept.items() if "." not in name}
+    if all(len(tensor) == len(experts) for tensor in own.values()):
+        return own
     index = torch.tensor(experts, dtype=torch.int64, device="cpu")
-    return {name: tensor[index.to(tensor.device)] for name, tensor in kept.items() if "." not in name}
+    return {name: tensor[accelerator.sent(index, tensor.device)] for name, tensor in own.items()}

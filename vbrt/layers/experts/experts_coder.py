@@ -1,6 +1,7 @@
 """ExpertsCoder: kernel selection, encoding and decoding for a layer's experts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from vbrt.formats.joint_planes import join_layouts, join_planes, part_fields, pa
 from vbrt.formats.page import PageLayout
 from vbrt.host.logger import warn
 from vbrt.kernels import resolve, resolves_late
+from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.weights.kernel_selection import Kernels, choose_kernels, coarse_kernels, refusals, rounding
 from vbrt.layers.weights.linear_product import pass_precision
@@ -56,6 +58,7 @@ class ExpertsCoder:
         self.kernels: dict[str, Kernels] | None = None
         self._coarse_kernels: dict[str, Kernels] | None = None
         self._ops: ExpertOps | None = None
+        self._decoders: dict[PageLayout, dict[str, Callable[[ExpertPages, str], torch.Tensor] | None]] = {}
         if not resolves_late(spec.first.backend, device):
             self.take_kernels()
 
@@ -104,6 +107,22 @@ class ExpertsCoder:
             f"{self.spec.name}: the block scales of some experts lie too far apart for the kernels' order; all are "
             "decoded and multiplied in plain torch"
         )
+
+    def decoder_of_pages(
+        self, part: str, layout: PageLayout, dtype: torch.dtype
+    ) -> Callable[[ExpertPages, str], torch.Tensor] | None:
+        """The function that decodes one part of many pages of a layout by their addresses, as [n, N, K] of a dtype;
+        None: they are decoded one by one."""
+        if self.spec.lossless or self.spec.fine or dtype is not torch.bfloat16:
+            return None
+        if layout not in self._decoders:
+            self._decoders[layout] = {name: self._decoder(name, layout) for name in self.spec.parts}
+        return self._decoders[layout][part]
+
+    def _decoder(self, part: str, layout: PageLayout) -> Callable[[ExpertPages, str], torch.Tensor] | None:
+        kernel = resolve("experts_up", self.spec.first.backend, self.device, self.spec.parts[part].format)
+        own = replace(layout, fields=tuple(field for field in layout.fields if field.name.startswith(f"{part}.")))
+        return kernel.decode_pages if kernel.by_address(own, self.device) else None
 
     # -- planes -------------------------------------------------------------------------------------------------------
 

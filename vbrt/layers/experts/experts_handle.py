@@ -38,7 +38,7 @@ from vbrt.layers.weights.weight_view import Lender, dense_parameter, follow_enco
 from vbrt.libraries.torch_api import is_fake
 from vbrt.residency.access_counts import RoutingCounts
 from vbrt.residency.plan import PageSpec
-from vbrt.tiers import Owner, Page, TierStack
+from vbrt.tiers import LeasedTensors, Owner, Page, TierStack
 
 __all__ = ["ExpertsHandle"]
 
@@ -76,6 +76,7 @@ class ExpertsHandle(PagesHandle):
         self.routing, self.deciding = RoutingCounts(spec.experts), Deciding()
         self.ready: ExpertPages | None = None
         self._places: tuple[tuple[Page, ...], ExactPlaces] | None = None
+        self._home: tuple[tuple[Page, ...], LeasedTensors] | None = None
         self.spec, self.coder = spec, ExpertsCoder(spec, self.device, self.fallbacks)
         register_weight(self)
 
@@ -351,7 +352,7 @@ class ExpertsHandle(PagesHandle):
 
     def forget_ready(self) -> None:
         """Drop views into pages, because they may move."""
-        self.ready = None
+        self.ready = self._home = None
 
     def layouts_of(self, expert: int) -> list[PageLayout]:
         """The layouts of an expert's pages, as they are stored."""
@@ -368,9 +369,43 @@ class ExpertsHandle(PagesHandle):
     @contextlib.contextmanager
     def lease(self, experts: Sequence[int], precision: str = "full") -> Iterator[Leased]:
         """Lease the planes of some experts, ascending. Raises TierError when there are none any more."""
-        lease = self.stack.lease(self.keys_of(experts, precision))
-        with lease:
-            yield Leased(self, experts, lease, 1 if precision == "coarse" else self.planes)
+        taken, home = 1 if precision == "coarse" else self.planes, self._at_home()
+        if home is not None:
+            yield Leased(self, experts, self._used(experts, taken, home), taken)
+            return
+        with self.stack.lease(self.keys_of(experts, precision)) as tensors:
+            yield Leased(self, experts, tensors, taken)
+
+    @property
+    def at_home(self) -> bool:
+        """True if all pages are at home in the computing tier and none is leaving: no lease waits for any."""
+        return self._at_home() is not None
+
+    def _at_home(self) -> LeasedTensors | None:
+        """The fields of all pages, where these are at home in the computing tier, and used there without a lease."""
+        ledger = self.stack.ledger
+        if self.streams or not self.keys or ledger.retired or ledger.lost or ledger.rewrites or ledger.guard.recorder:
+            return None
+        if self._home is None or self._home[0] is not self.pages:
+            slots = self.stack.levels[0].slots
+            self._home = self.pages, LeasedTensors(slots[key].tensors for key in self.keys)
+        return self._home[1]
+
+    def _used(self, experts: Sequence[int], taken: int, home: LeasedTensors) -> Sequence[dict[str, torch.Tensor]]:
+        """The fields of some experts' pages at home, counted as leases count them."""
+        self.stack.capturing()
+        pages, step = self.pages, self.planes
+        used = (
+            range(len(pages))
+            if len(experts) * taken == len(pages)
+            else [e * step + plane for e in experts for plane in range(taken)]
+        )
+        for at in used:
+            pages[at].hits += 1  # no call in between: one step for threads that share an interpreter lock
+        tally = pages[0].tally
+        if tally is not None:
+            tally.hits += len(used)
+        return home if len(used) == len(pages) else [home[at] for at in used]
 
     def form(self, pages: list[torch.Tensor | None], addresses: torch.Tensor | None = None) -> ExpertPages:
         """Pages by expert, or their addresses, as kernels take them."""

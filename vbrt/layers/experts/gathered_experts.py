@@ -21,7 +21,7 @@ from vbrt.kernels.cuda import devices
 from vbrt.kernels.cuda.experts.residency import NEEDS, gather_pages
 from vbrt.kernels.experts import ExpertPages
 from vbrt.layers.experts.exact_places import why_not_merged
-from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
+from vbrt.layers.experts.library_experts import UNHEARD, ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights
 from vbrt.layers.experts.touched_experts import Routed
 from vbrt.residency.expert_leases import gathered_at_once
@@ -33,13 +33,12 @@ __all__ = [
     "fits_gathered",
     "gathered",
     "gathered_weights",
+    "gathers",
     "may_gather",
     "most_gathered",
     "ranked",
     "why_not_gathered",
 ]
-
-_IMPLEMENTATIONS = ("batched_mm", "grouped_mm")  # of transformers: none of them waits
 
 
 def may_gather(handle: ExpertsWeights) -> bool:
@@ -64,7 +63,7 @@ def why_not_gathered(handle: ExpertsWeights) -> str:
         return f"{name}: {why}: {waits}"
     if handle.dtype is not spec.dtype:
         return f"{name} in {spec.dtype}, and cast to {handle.dtype}: {waits}"
-    others = {implementation_of(layer)[0] or "eager" for layer in handle.layers} - set(_IMPLEMENTATIONS)
+    others = {implementation_of(layer)[0] or "eager" for layer in handle.layers} - set(UNHEARD)
     if others:
         return f"{name}: the implementation {min(others)} asks which experts are touched: {waits}"
     if why := devices.refusal(handle.device, NEEDS):
@@ -165,6 +164,14 @@ def batched(layer: ExpertsModule, routed: Routed, slots_Tk: Tensor, memory: Tens
     view.num_experts = len(memory)
     _, forward = implementation_of(layer)
     return forward(view, routed.x, slots_Tk, routed.weights)
+
+
+def gathers(handle: ExpertsWeights) -> bool:
+    """True if a kernel copies the pages of many lossless experts together, or merges their planes."""
+    spec = handle.spec
+    if not spec.lossless or handle.device.type != accelerator.TYPE or handle.dtype is not spec.dtype:
+        return False
+    return not ((spec.fine and why_not_merged(spec)) or devices.refusal(handle.device, NEEDS))
 
 
 def gathered_weights(handle: ExpertsWeights, pages: ExpertPages, experts_P: Tensor) -> dict[str, Tensor]:

@@ -61,7 +61,10 @@ class KernelsProduct:
     def add(self, leased: LeasedExperts) -> None:
         """Add a chunk of experts: the rows of their pairs."""
         x, ids_Tk = self.routed.x, self.routed.ids
-        local_Tk = local_ids(ids_Tk, self.handle.spec.experts, list(leased.experts))
+        if is_device(x) and len(leased.experts) == self.handle.spec.experts:
+            self.add_rows(ids_Tk, leased.pages())
+            return
+        local_Tk = local_ids(ids_Tk, self.handle.spec.experts, leased.experts)
         if is_device(x):  # kernels are chosen by the number of tokens: the same ones as where the device decides
             self.add_rows(ids_Tk.masked_fill(local_Tk == len(leased.experts), -1), leased.pages())
             return

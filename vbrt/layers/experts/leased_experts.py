@@ -1,18 +1,22 @@
-"""Leased pages of some experts, in the kernels' form and as decoded weights."""
+"""Leased pages of some experts, in the kernels' form and as decoded weights.
 
-from collections.abc import Sequence
+On a GPU one launch for each part decodes all of them, or merges their planes, by a table of the pages' addresses, which
+is made once for leases that get the same memory each time.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from vbrt.formats.page import PageLayout
 from vbrt.host import accelerator
-from vbrt.kernels.cuda import devices
-from vbrt.kernels.cuda.experts.residency import NEEDS
 from vbrt.kernels.experts import ExpertPages
-from vbrt.layers.experts.exact_places import why_not_merged
 from vbrt.layers.experts.expert_stack import Bank
+from vbrt.layers.experts.gathered_experts import gathered_weights, gathers
 from vbrt.layers.experts.protocols import ExpertsWeights
-from vbrt.tiers import Lease
+from vbrt.tiers import LeasedTensors
 
 __all__ = ["Leased", "pages_of", "resident_pages"]
 
@@ -20,56 +24,100 @@ __all__ = ["Leased", "pages_of", "resident_pages"]
 class Leased:
     """Leased pages of some experts, in their order.
 
+    Args:
+        tensors: fields of the pages, expert by expert, plane by plane; `LeasedTensors` are the same at each lease.
+
     Attributes:
         experts: the experts, ascending.
     """
 
-    def __init__(self, handle: ExpertsWeights, experts: Sequence[int], lease: Lease, planes: int) -> None:
-        self.experts, self._handle, self._lease, self._planes = experts, handle, lease, planes
+    def __init__(
+        self, handle: ExpertsWeights, experts: Sequence[int], tensors: Sequence[dict[str, Tensor]], planes: int
+    ) -> None:
+        self.experts, self._handle, self._tensors, self._planes = experts, handle, tensors, planes
 
-    def fields(self, position: int) -> list[dict[str, torch.Tensor]]:
+    def fields(self, position: int) -> Sequence[dict[str, Tensor]]:
         """Return the fields of each plane of the expert at a position."""
         first = position * self._planes
-        return [slot.tensors for slot in self._lease.slots[first : first + self._planes]]
+        return self._tensors[first : first + self._planes]
 
-    def matrix(self, part: str, position: int) -> torch.Tensor:
+    def matrix(self, part: str, position: int) -> Tensor:
         """Return one matrix of the expert at a position as the module keeps it, decoded; perhaps a view of a page."""
         return self._handle.coder.matrix(part, self.fields(position), self._handle.dtype)
 
     def pages(self) -> ExpertPages:
         """Return the coarse pages as kernels take them. The addresses are copied to the GPU without waiting."""
-        handle, spec = self._handle, self._handle.spec
-        pages: list[torch.Tensor | None] = [None] * spec.experts
-        for position, expert in enumerate(self.experts):
-            pages[expert] = self._lease.slots[position * self._planes].view
-        return pages_of(handle, pages)
+        return self._once("pages", self._pages)
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def _pages(self) -> ExpertPages:
+        pages: list[Tensor | None] = [None] * self._handle.spec.experts
+        coarse = zip(self.experts, self._tensors[:: self._planes], self._layouts()[:: self._planes], strict=True)
+        for expert, fields, layout in coarse:
+            pages[expert] = _bytes_of(fields, layout)
+        return pages_of(self._handle, pages)
+
+    def _addressed(self) -> ExpertPages:
+        """Return the leased pages alone, by address: of `exact` experts the coarse ones, with places in both."""
+        handle, layouts = self._handle, self._layouts()
+        at = [_address(fields, layout) for fields, layout in zip(self._tensors, layouts, strict=True)]
+        coarse = at[:: self._planes]
+        places = handle.places.in_pages(self.experts, coarse, at[1::2]) if self._planes == 2 else None
+        table = torch.tensor(coarse, dtype=torch.int64, device="cpu")
+        pages = handle.form([None] * len(coarse), accelerator.sent(table, handle.device))
+        return replace(pages, places=places)
+
+    def _once(self, name: str, make: Callable[[], ExpertPages]) -> ExpertPages:
+        """Make pages in a kernels' form, once for all leases that get the same tensors."""
+        if not isinstance(self._tensors, LeasedTensors):
+            return make()
+        made = self._tensors.planes = self._tensors.planes or {}
+        if name not in made:
+            made[name] = make()
+        return made[name]
+
+    def _layouts(self) -> list[PageLayout]:
+        pages, step = self._handle.pages, self._handle.planes
+        return [page.layout for e in self.experts for page in pages[e * step : e * step + self._planes]]
+
+    def parameters(self) -> dict[str, Tensor]:
         """Return the `weights` of every part, under the names of the module's parameters."""
         handle, spec = self._handle, self._handle.spec
-        if self._planes == 2 and self.experts and _merges(handle):
-            places_nF = _places_in(handle, self.experts, [slot.view for slot in self._lease.slots])
+        if self.experts and self._planes == handle.planes and gathers(handle):
             rows_n = torch.arange(len(self.experts), dtype=torch.int64, device=handle.device)
-            return handle.places.parameters(places_nF, rows_n)
+            return gathered_weights(handle, self._once("addressed", self._addressed), rows_n)
         return {name: self.weights(part) for name, part in zip(spec.parameters, spec.parts, strict=True)}
 
-    def weights(self, part: str) -> torch.Tensor:
+    def weights(self, part: str) -> Tensor:
         """Return the matrices of a part as the module keeps them, [n, ...], decoded: on a CPU where they lie, else a
         tensor of its own."""
         one, handle, places = self._handle.spec.parts[part], self._handle, range(len(self.experts))
         if places and handle.device.type == "cpu":
             return Bank.of([self.matrix(part, place) for place in places])
+        decode = handle.coder.decoder_of_pages(part, handle.pages[0].layout, handle.dtype) if places else None
+        if decode is not None:
+            w_nNK = decode(self._once("addressed", self._addressed), part)
+            return w_nNK.transpose(1, 2).contiguous() if one.transposed else w_nNK
         out = torch.empty((len(places), *one.site.matrix_shape), dtype=handle.dtype, device=handle.device)
         for place in places:
             out[place].copy_(self.matrix(part, place))
         return out
 
 
-def _merges(handle: ExpertsWeights) -> bool:
-    """True if a kernel merges the planes of many `exact` experts at once."""
-    if handle.device.type != accelerator.TYPE or handle.dtype is not handle.spec.dtype:
-        return False
-    return not (why_not_merged(handle.spec) or devices.refusal(handle.device, NEEDS))
+def _bytes_of(fields: dict[str, Tensor], layout: PageLayout) -> Tensor:
+    """Return a page's bytes, uint8, from views of its fields."""
+    field = layout.fields[0]
+    view = fields[field.name]
+    first = view.storage_offset() * view.element_size() - field.offset
+    page = torch.empty(0, dtype=torch.uint8, device=view.device)
+    return page.set_(view.untyped_storage(), first, (layout.nbytes,))
+
+
+def _address(fields: dict[str, Tensor], layout: PageLayout) -> int:
+    """Return where a page begins, from views of its fields."""
+    field = layout.fields[0]
+    view = fields[field.name]
+    at = view.data_ptr() or view.untyped_storage().data_ptr() + view.storage_offset() * view.element_size()
+    return at - field.offset  # an empty view has no address of its own
 
 
 def _places_in(handle: ExpertsWeights, experts: Sequence[int], views: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -93,7 +141,7 @@ def resident_pages(handle: ExpertsWeights, device: torch.device) -> ExpertPages 
     if device.type != accelerator.TYPE or not handle.stack.at_rest or device != handle.device:
         return None
     fine = handle.spec.fine
-    if fine and not _merges(handle):
+    if fine and not gathers(handle):
         return None
     handle.stack.capturing()
     ready = handle.ready

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from vbrt.libraries.transformers_api import experts_function, experts_implementation
 
-__all__ = ["ExpertsView", "implementation_of"]
+__all__ = ["UNHEARD", "ExpertsView", "implementation_of"]
+
+#: implementations of transformers that never wait for the device, and of which an id of no expert gets no row
+UNHEARD = ("batched_mm", "grouped_mm")
 
 
 class ExpertsView:
@@ -23,6 +26,8 @@ class ExpertsView:
         for name, parameter in layer._parameters.items():  # biases: one row an expert
             if parameter is not None and name not in weights:
                 if not isinstance(experts, Tensor):
+                    if len(experts) == len(parameter):  # all, as they are ascending
+                        continue
                     experts = torch.tensor(experts, dtype=torch.int64, device="cpu").to(parameter.device)
                 self.__dict__[name] = parameter[experts]
 

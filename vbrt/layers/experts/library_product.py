@@ -35,7 +35,7 @@ class LibraryProduct:
         return ExpertsView(self.layer, leased.parameters(), leased.experts)
 
     def _local(self, leased: LeasedExperts) -> Tensor:
-        return local_ids(self.routed.ids, self.handle.spec.experts, list(leased.experts))
+        return local_ids(self.routed.ids, self.handle.spec.experts, leased.experts)
 
     def whole(self, leased: LeasedExperts) -> Tensor:
         """All touched experts at once."""

@@ -28,7 +28,7 @@ class LeasedExperts(Protocol):
 
     experts: Sequence[int]
 
-    def fields(self, position: int) -> list[dict[str, Tensor]]:
+    def fields(self, position: int) -> Sequence[dict[str, Tensor]]:
         """Return the fields of each plane of the expert at a position."""
 
     def matrix(self, part: str, position: int) -> Tensor:
@@ -72,6 +72,10 @@ class ExpertsWeights(Protocol):
     @property
     def streams(self) -> bool:
         """True if any page lives below the computing tier."""
+
+    @property
+    def at_home(self) -> bool:
+        """True if all pages are at home in the computing tier and none is leaving."""
 
     def token_at(self, generation: int) -> Tensor:
         """Name the weights and a generation in graphs."""

@@ -9,6 +9,9 @@
 | 4 bits, missing on the device, the host decides | with `experts.miss`, the same ops on the CPU: `missed_experts.py` |
 | under tracers and transforms, given weights | the module's own forward on decoded temporaries |
 
+Which experts are touched the host hears from the device, for which it waits. It does not ask where all are leased: of
+many pairs, where all pages are at home on the computing device, and in `leasing_all`, so that CUDA graphs can record.
+
 If the touched experts do not fit into the tier at once, or a prompt touches nearly all of them, they are leased in
 chunks, ascending. The rows of all pairs are kept until the last chunk, then weighted and summed as the implementation
 does, so that the budget changes no bit.
@@ -16,6 +19,8 @@ does, so that the budget changes no bit.
 Legend: T tokens, k experts a token, P = T k pairs, E experts, H hidden.
 """
 
+import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +43,7 @@ from vbrt.layers.experts.gathered_experts import (
 )
 from vbrt.layers.experts.kernels_product import KernelsProduct
 from vbrt.layers.experts.leased_experts import resident_pages
-from vbrt.layers.experts.library_experts import ExpertsView, implementation_of
+from vbrt.layers.experts.library_experts import UNHEARD, ExpertsView, implementation_of
 from vbrt.layers.experts.library_product import LibraryProduct
 from vbrt.layers.experts.prompt_ring import chunks
 from vbrt.layers.experts.protocols import ExpertsModule, ExpertsWeights, LeasedExperts
@@ -47,10 +52,44 @@ from vbrt.layers.experts.touched_experts import Routed, touched_experts
 from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.residency.expert_leases import ExpertLeases
 
-__all__ = ["chunks_of", "plain_forward", "run_experts"]
+__all__ = ["chunks_of", "leased_experts", "leasing_all", "plain_forward", "run_experts"]
 
 #: the dtypes of x for which kernels take pages by address alone
 BY_ADDRESS = (torch.bfloat16, torch.float16, torch.float32)
+
+_NEARLY_ALL = 4  # pairs per expert from which nearly all are touched
+
+
+class _Thread(threading.local):
+    leases_all = False  # in a lease for each pass
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def leasing_all() -> Iterator[None]:
+    """Context in which this thread's passes of a layer lease all of its experts at once, whatever tokens are sent to:
+    shapes and leases are the same for each routing, and the host waits for nothing."""
+    before, _thread.leases_all = _thread.leases_all, True
+    try:
+        yield
+    finally:
+        _thread.leases_all = before
+
+
+def leased_experts(layer: ExpertsModule, ids_Tk: Tensor, *, decoded: bool) -> Sequence[int]:
+    """Return the experts that a pass leases, ascending: those that ids name, for which it waits, or all.
+
+    Args:
+        decoded: the pass decodes what it leases.
+    """
+    experts, many = layer.handle.spec.experts, False
+    if decoded and ids_Tk.numel() >= _NEARLY_ALL * experts:
+        many = implementation_of(layer)[0] in UNHEARD and layer.handle.at_home
+    if many or _thread.leases_all:
+        return range(experts)
+    return touched_experts(ids_Tk, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +126,7 @@ def run_experts(
         recorder.note(handle.spec.name, routed.ids.tolist())
     scan = routed.ids.numel() >= handle.spec.experts
     call = _Call(layer, handle, routed, pass_precision(), scan, fetches or bool(adapters), adapters or {})
-    if call.adapters:
+    if call.adapters or (_thread.leases_all and handle.spec.lossless):
         return _leased(call)
     y = _decided_by_device(call)
     if y is None:
@@ -196,30 +235,40 @@ def _resident(call: _Call) -> Tensor | None:
 def _leased(call: _Call) -> Tensor:
     """Output by leases of the touched experts; the CPU may compute missed ones."""
     layer, handle, routed = call.layer, call.handle, call.routed
-    _refuse_captures(handle, routed.ids)
+    if not _thread.leases_all:
+        _refuse_captures(handle, routed.ids)
     divides = not (call.scan or call.fetches) and call.precision == "full"
     missed = handle.deciding.missed if divides else None
     operands = None if missed is None else missed.operands(layer, as_autocast(routed.x), routed.ids)
     experts = handle.spec.experts
-    touched = touched_experts(routed.ids, experts) if operands is None else list(operands.pairs(experts))
-    if call.scan:
-        handle.routing.scan(touched)
+    if operands is not None:
+        leased: Sequence[int] = list(operands.pairs(experts))
     else:
-        handle.routing.decode(touched, len(routed.x))
+        leased = leased_experts(layer, routed.ids, decoded=_decodes(call))
+    if isinstance(leased, range):
+        handle.routing.scan_unseen()
+    elif call.scan:
+        handle.routing.scan(leased)
+    else:
+        handle.routing.decode(leased, len(routed.x))
     work = None if operands is None else missed.begin(layer, operands)
     if work is not None:
         return _beside_host(layer, routed, operands, work)
-    return _in_chunks(call, touched)
+    return _in_chunks(call, leased)
+
+
+def _decodes(call: _Call) -> bool:
+    """True if experts are decoded, and multiplied by the implementation that the config names."""
+    spec = call.handle.spec
+    return bool(call.adapters) or (spec.lossless and not (spec.fine and call.precision == "coarse"))
 
 
 def _in_chunks(call: _Call, touched: Sequence[int]) -> Tensor:
     """Output by as many leases as the budget requires."""
-    handle, precision = call.handle, call.precision
-    lossless = handle.spec.lossless and not (handle.spec.fine and precision == "coarse")
-    decoded = lossless or bool(call.adapters)
+    handle, precision, decoded = call.handle, call.precision, _decodes(call)
     product = LibraryProduct(call.layer, call.routed) if decoded else KernelsProduct(call.layer, call.routed)
     leases = list(chunks_of(handle, touched, scan=call.scan, precision=precision))
-    if (call.scan or len(leases) > 1) and not handle.stack.at_rest:
+    if (call.scan or len(leases) > 1) and not (_thread.leases_all or handle.stack.at_rest):
         handle.stack.announce(handle.keys_of(touched, precision))
     if len(leases) == 1 and (decoded or not call.scan) and not product.only_in_turn:
         with handle.lease(leases[0], precision) as leased:
@@ -261,8 +310,8 @@ def _refuse_captures(handle: ExpertsWeights, ids_Tk: Tensor) -> None:
 
 def chunks_of(handle: ExpertsWeights, touched: Sequence[int], *, scan: bool, precision: str) -> Iterator[Sequence[int]]:
     """Yield the experts of each lease, ascending."""
-    count = max(1, _experts_at_once(handle, scan=scan))
-    for first in range(0, max(1, len(touched)), count):  # once none, if there are none
+    count = len(touched) if _thread.leases_all else _experts_at_once(handle, scan=scan)
+    for first in range(0, max(1, len(touched)), max(1, count)):  # once none, if there are none
         yield touched[first : first + count]
 
 

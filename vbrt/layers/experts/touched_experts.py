@@ -1,12 +1,13 @@
 """Routing of a pass: arguments, touched experts, experts per token."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vbrt.host import accelerator
 from vbrt.layers.modules.layer_kinds import KINDS
 from vbrt.residency.weight_site import ROOT, WeightSite
 
@@ -70,13 +71,15 @@ def touched_experts(ids_Tk: Tensor, experts: int) -> list[int]:
     return [e for e in ids_Tk.unique().tolist() if 0 <= e < experts]
 
 
-def local_ids(ids_Tk: Tensor, experts: int, chosen: list[int]) -> Tensor:
-    """Return the index in `chosen` of each id, int64 [T, k]; len(chosen) for other experts."""
-    table = torch.full((experts + 1,), len(chosen), dtype=torch.int64, device="cpu")
-    index = torch.tensor(chosen, dtype=torch.int64, device="cpu")
-    table[index] = torch.arange(len(chosen), dtype=torch.int64, device="cpu")
+def local_ids(ids_Tk: Tensor, experts: int, chosen: Sequence[int]) -> Tensor:
+    """Return the index in `chosen`, ascending, of each id, int64 [T, k]; len(chosen) for other experts."""
     outside = (ids_Tk < 0) | (ids_Tk >= experts)
-    return table.to(ids_Tk.device)[ids_Tk.long().masked_fill(outside, experts)]
+    if len(chosen) == experts:
+        return ids_Tk.long().masked_fill(outside, experts)
+    table = torch.full((experts + 1,), len(chosen), dtype=torch.int64, device="cpu")
+    index = torch.tensor(list(chosen), dtype=torch.int64, device="cpu")
+    table[index] = torch.arange(len(chosen), dtype=torch.int64, device="cpu")
+    return accelerator.sent(table, ids_Tk.device)[ids_Tk.long().masked_fill(outside, experts)]
 
 
 def pairs_of(local_Tk: Tensor, count: int) -> Tensor:

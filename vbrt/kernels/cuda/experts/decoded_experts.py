@@ -23,15 +23,16 @@ from vbrt.kernels.cuda.experts.pairs import Groups, group_pairs
 from vbrt.kernels.cuda.launcher import Launcher
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 
-__all__ = ["products", "serves"]
+__all__ = ["all_experts", "decode_pages", "products", "serves"]
 
 #: bytes of decoded weights at a time, at most a share of the GPU's memory; in several passes, work is repeated
 _SCRATCH_BYTES, _SCRATCH_SHARE = 1 << 30, 1 / 32
 _WARPS, _BLOCK = 4, 128
 _WITHOUT_WAITING = (9, 10)  # major capabilities with a grouped matmul in torch
 
-#: matrices [G, N, K] of G experts from one on that have pairs, undefined for others: of pages, part, groups, first, G
-Decode = Callable[[ExpertPages, str, Groups, int, int], Tensor]
+#: matrices [G, N, K] of G experts from one on that have pairs, undefined for others: of pages, part, offsets of groups,
+#: first, G
+Decode = Callable[[ExpertPages, str, Tensor, int, int], Tensor]
 
 
 def serves(x_MK: Tensor, pages: ExpertPages, part: str) -> bool:
@@ -86,7 +87,7 @@ def _multiply(x_PK: Tensor, groups: Groups, pages: ExpertPages, part: str, decod
     place, y = _places(x_PK), None
     for first in range(0, pages.experts, step):
         count = min(step, pages.experts - first)
-        w_GNK = decode(pages, part, groups, first, count)
+        w_GNK = decode(pages, part, groups.offsets, first, count)
         ends = groups.offsets[first + 1 : first + count + 1]
         rows = F.grouped_mm(x_PK, w_GNK.mT, offs=ends)
         y = rows if y is None else torch.where((place >= groups.offsets[first])[:, None], rows, y)
@@ -99,16 +100,26 @@ def _scratch_bytes(device: torch.device) -> int:
     return int(min(_SCRATCH_BYTES, total * _SCRATCH_SHARE))
 
 
-def _decode(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
+def decode_pages(pages: ExpertPages, part: str) -> Tensor:
+    """See `Kernel.decode_pages`: pages in the order of tiles."""
+    return _decode(pages, part, all_experts(pages.experts, pages.addresses.device), 0, pages.experts)
+
+
+def all_experts(experts: int, device: torch.device) -> Tensor:
+    """Return offsets of groups of one pair each, int32 [E + 1]."""
+    return torch.arange(experts + 1, dtype=torch.int32, device=device)
+
+
+def _decode(pages: ExpertPages, part: str, offsets_E: Tensor, first: int, count: int) -> Tensor:
     """Return matrices in the order of tiles, see `Decode`."""
     shape, offsets = pages.shapes[part], pages.offsets(part)
     row_tiles, columns, _ = tile_shape(pages.format, shape)
-    device = groups.offsets.device
+    device = offsets_E.device
     w_GNK = torch.empty(count, *shape, dtype=torch.bfloat16, device=device)
     _decoder()(
         device.index,
         (row_tiles * -(-columns // _WARPS), count),
-        (addresses_of(pages, device), groups.offsets, w_GNK),
+        (addresses_of(pages, device), offsets_E, w_GNK),
         (offsets[TILES], offsets["tensor_scale"], first, *shape, columns),
         warps=_WARPS,
         specialized=(offsets[TILES], offsets["tensor_scale"], shape[1]),

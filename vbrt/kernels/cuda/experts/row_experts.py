@@ -39,7 +39,7 @@ from vbrt.kernels.cuda.trellis import linear as trellis_linear
 from vbrt.kernels.cuda.whole import linear as whole_linear
 from vbrt.kernels.experts import ExpertPages, Gate, addresses_of
 
-__all__ = ["FORMATS", "down", "route", "takes_addresses", "up"]
+__all__ = ["FORMATS", "decode_pages", "down", "route", "takes_addresses", "up"]
 
 _NIBBLES, _TRELLIS = table_linear.SERVED, trellis_linear.FORMATS
 #: formats by the module that decodes a matrix of them
@@ -305,12 +305,18 @@ def _multiply_bytes(
     )
 
 
-def _decode_pages(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
+def decode_pages(pages: ExpertPages, part: str) -> Tensor:
+    """See `Kernel.decode_pages`: pages in the order of rows."""
+    offsets_E = decoded_experts.all_experts(pages.experts, pages.addresses.device)
+    return _decode_pages(pages, part, offsets_E, 0, pages.experts)
+
+
+def _decode_pages(pages: ExpertPages, part: str, offsets_E: Tensor, first: int, count: int) -> Tensor:
     """Return matrices in the order of rows, see `decoded_experts.Decode`."""
     if pages.format_of(part) in _TRELLIS:
-        return trellis_experts.decode(pages, part, groups, first, count)
+        return trellis_experts.decode(pages, part, offsets_E, first, count)
     matrix, (n, k), format = _matrix(pages, part), pages.shapes[part], pages.format_of(part)
-    device, nibbles = groups.offsets.device, format in _NIBBLES
+    device, nibbles = offsets_E.device, format in _NIBBLES
     w_GNK = torch.empty(count, n, k, dtype=torch.bfloat16, device=device)
     addresses, (_codes, scales, large, zeros, *_) = addresses_of(pages, device), matrix.dtypes
     shared: dict[str, Any] = {"warps": plain_linear.WARPS, "specialized": (k,), "SCALES": scales}
@@ -318,10 +324,10 @@ def _decode_pages(pages: ExpertPages, part: str, groups: Groups, first: int, cou
         block = 2 * matrix.row_bytes // matrix.blocks
         constants = {"BLOCK": block, "LEVELS": matrix.levels, "OFFSETS": matrix.offsets}
         table = addresses if matrix.levels or matrix.offsets != "none" else table_linear.nf4_levels(device.index)
-        decode, tensors, starts = _decoders().nibbles, (addresses, groups.offsets, table, w_GNK), matrix.starts
+        decode, tensors, starts = _decoders().nibbles, (addresses, offsets_E, table, w_GNK), matrix.starts
     else:
         constants = plain_linear.constants_on(device, format) | {"ZEROS": zeros, "LARGE": large}
-        decode, tensors, starts = _decoders().bytes, (addresses, groups.offsets, w_GNK), matrix.starts[:5]
+        decode, tensors, starts = _decoders().bytes, (addresses, offsets_E, w_GNK), matrix.starts[:5]
     most = _DECODED_COLUMNS[nibbles] // constants["BLOCK"]
     blocks = min(most, 1 << (matrix.blocks - 1).bit_length())
     grid, numbers = (-(-n // (most // blocks)), count), (first, n, k, matrix.blocks, *starts)

@@ -97,16 +97,16 @@ def multiply(
     )
 
 
-def decode(pages: ExpertPages, part: str, groups: Groups, first: int, count: int) -> Tensor:
+def decode(pages: ExpertPages, part: str, offsets_E: Tensor, first: int, count: int) -> Tensor:
     """See `decoded_experts.Decode`."""
-    (n, k), offsets, device = pages.shapes[part], pages.offsets(part), groups.offsets.device
+    (n, k), offsets, device = pages.shapes[part], pages.offsets(part), offsets_E.device
     w_GNK = torch.empty(count, n, k, dtype=torch.bfloat16, device=device)
     block = block_of(k)
     starts = (offsets[name] for name in ("codes", "scales", "columns", "tensor_scale"))
     _kernels().decode(
         device.index,
         (-(-n // TILE), count),
-        (addresses_of(pages, device), groups.offsets, rotation_back(block, device), w_GNK),
+        (addresses_of(pages, device), offsets_E, rotation_back(block, device), w_GNK),
         (first, n, k, -(-k // 64), largest(w_GNK.dtype), *starts),
         warps=_WARPS,
         specialized=(k,),
