@@ -53,22 +53,27 @@ def llama(*, layers=3, **kinds):
     return transformers.LlamaForCausalLM(config).bfloat16()
 
 
-def adapted(device="cpu", *, records=True, tiers=None, **kinds):
+def adapted(device="cpu", *, records=True, tiers=None, build=llama, preset="fp4", targets=None, policy=None, **kinds):
     """A model with adapters, of which blocks are checkpointed; recorded by the stand-in, or eager."""
-    settings = {"weights": {"min_parameters": 1}, "tiers": tiers or {}}
-    vb = vbrt.wrap(llama(**kinds).to(device), "fp4", **settings).materialize()
+    settings = {"weights": {"min_parameters": 1}, "tiers": tiers or {}, "policy": policy or {}}
+    vb = vbrt.wrap(build(**kinds).to(device), preset, **settings).materialize()
     if device == "cpu":
         stands_in = {"handles": vb._attachment.registry.handles, "ledger": vb.stack.ledger}
         recorder = type("Recorder", (Again,), stands_in)
         vb._attachment.recorded = RecordedBlocks(vb.stack, captures=records, recorder=recorder)
     elif not records:
         vb._attachment.recorded.release()
-    vb.gradient_checkpointing_enable()
+    return vb, with_adapters(vb, **targets or {"target_modules": ["q_proj", "v_proj"]})
+
+
+def with_adapters(model, **targets):
+    """A model with adapters that train, of which blocks are checkpointed."""
+    model.gradient_checkpointing_enable()
     torch.manual_seed(1)
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(vb, settings).train()
-    model.enable_input_require_grads()
-    return vb, model
+    config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **targets)
+    adapted = peft.get_peft_model(model, config).train()
+    adapted.enable_input_require_grads()
+    return adapted
 
 
 def weights_of(model):

@@ -14,6 +14,10 @@ Where pages live in host memory, the graphs read them in a ring of blocks (`vbrt
 block runs, the next one's pages are copied. The ring takes most of the GPU's budget for pages. It is given back where a
 model decodes, or runs without gradients for long: eager passes stream all pages through the room that is left.
 
+Of routed experts a recorded block leases all of a layer at once, so that nothing in it depends on the routing. Their
+eager run leases what the routing names, in chunks where the budget cuts the lease, so gradients are summed in another
+order.
+
 A block stays eager where its pages cannot stream so, where it draws random numbers, has hooks, gets other arguments
 than tensors and constants, or where its graphs' results differ from eager ones, which are compared once. Recordings are
 dropped when an attribute of the model has changed between two passes (adapters that were added, scaled or switched), or
@@ -35,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from vbrt.errors import TierError
 from vbrt.kernels.observers import is_known_memory, is_watched
 from vbrt.layers import SwappedLayer, weights_in
+from vbrt.layers.experts import ExpertsHandle, leasing_all, why_not_recorded
 from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.layers.weights.state import Weight
 from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
@@ -244,9 +249,9 @@ class RecordedBlocks:
 
     def _refusal(self, block: nn.Module, handles: Sequence[Any]) -> str:
         """Return why a block cannot be recorded now; "" if it can."""
-        if not _are_whole(handles):
-            return "one has routed experts or tables in the tiers"
-        if any(handle.held.hosts for handle in handles):
+        if why := _why_asked(handles):
+            return why
+        if any(isinstance(handle, Weight) and handle.held.hosts for handle in handles):
             return "the CPU computes products of one"
         if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in block.modules()):
             return "one has hooks"
@@ -300,7 +305,7 @@ class _Rings:
 
     def open(self, blocks: Sequence[nn.Module]) -> None:
         """Open a ring if pages of blocks move, unless that has been tried since the last `close`."""
-        whole = [_handles_of(block) if _are_whole(_handles_of(block)) else [] for block in blocks]
+        whole = [[] if _why_asked(handles) else handles for handles in map(_handles_of, blocks)]
         if self._opened or not any(handle.streams for handles in whole for handle in handles):
             return
         self._opened, self._runs = True, 0
@@ -352,9 +357,16 @@ def _handles_of(block: nn.Module) -> list[Any]:
     return [module.handle for module in block.modules() if isinstance(module, SwappedLayer)]
 
 
-def _are_whole(handles: Sequence[Any]) -> bool:
-    """True if layers lease whole weights: no routed experts, no rows of tables."""
-    return all(isinstance(handle, Weight) and not handle.spec.by_rows for handle in handles)
+def _why_asked(handles: Sequence[Any]) -> str:
+    """Return why what layers lease depends on their inputs; "" if it does not."""
+    for handle in handles:
+        if isinstance(handle, ExpertsHandle):
+            why = why_not_recorded(handle)
+            if why:
+                return why
+        elif not isinstance(handle, Weight) or handle.spec.by_rows:
+            return "one has tables in the tiers"
+    return ""
 
 
 def _lease_bytes(handle: Any) -> int:
@@ -414,6 +426,7 @@ class _Block:
         self._checkpointed: tuple[list[Tensor], Sequence[Tensor]] | None = None  # what gets gradients, results
         self._eager: tuple[list[Tensor], list[Tensor | None]] = [], []
         self._counted: list[int] = []
+        self._routes = False  # to experts
         self.form: TreeSpec | None = None
 
     # -- capture ------------------------------------------------------------------------------------------------------
@@ -421,17 +434,23 @@ class _Block:
     def run_eagerly(self, handles: Sequence[Any]) -> str:
         """Run the block as it will be recorded; return why it cannot be recorded, "" if it can."""
         before, self._counted = _random_state(self._device), [handle.forwards for handle in handles]
-        for _ in range(2):  # another thread's wait counts, too, and one of lazy initialization
-            with waits_noticed(self._device) as where:
-                outputs, gradients, why = self._run(self._call.tensors)
-            if not where():
-                break
-        if why or where():
-            return why or f"one waits for the GPU, in {where()}"
+        self._routes = any(isinstance(handle, ExpertsHandle) for handle in handles)
+        outputs, gradients, why = self._run_twice(asks=self._routes)
+        if why:
+            return why
         if not torch.equal(before, _random_state(self._device)):
             return "one draws random numbers"
         self._eager = outputs, gradients
         return ""
+
+    def _run_twice(self, *, asks: bool) -> tuple[list[Tensor], list[Tensor | None], str]:
+        """See `_run`; also why it cannot be recorded as it waits for the GPU, unless it `asks` for a routing."""
+        for _ in range(2):  # another thread's wait counts, too, and one of lazy initialization
+            with waits_noticed(self._device) as where:
+                outputs, gradients, why = self._run(self._call.tensors)
+            if why or asks or not where():
+                return outputs, gradients, why
+        return [], [], f"one waits for the GPU, in {where()}"
 
     def capture(self, recorder: GraphCapture, stack: TierStack, handles: Sequence[Any], places: _Places | None) -> str:
         """Record the block, and compare it with its eager run; return why that cannot be believed, "" if it can.
@@ -446,12 +465,17 @@ class _Block:
         else:
             places.ring.run(places.block, "capture", list)  # brings its pages
             self._recording = Recording(stack, "forward", (), places=places.ring.places(places.block))
+        if self._routes:
+            with self._recording, leasing_all():
+                *_, why = self._run_twice(asks=False)
+            if why:
+                return why
         self._outputs = [self._memory.like(("out", at), each) for at, each in enumerate(outputs)]
         self._incoming = [self._memory.like(("dy", at), each) for at, each in enumerate(outputs)]
-        self._gradients = [None if each is None else torch.empty_like(each) for each in gradients]
-        for at in range(len(self._wanting)):  # of inputs: shared by all blocks, as they are handed on at once
-            if gradients[at] is not None:
-                self._gradients[at] = self._memory.like(("dx", at), gradients[at])
+        like = [None if each is None else torch.empty_like(each) for each in gradients]
+        self._gradients = [  # shared by all blocks, as they are handed on at once
+            None if each is None else self._memory.like(("dx", at), each) for at, each in enumerate(like)
+        ]
         self._load(self._call.tensors)
         for each in self._incoming:
             each.fill_(1.0)
@@ -491,7 +515,7 @@ class _Block:
 
     def _forward_again(self) -> None:
         inputs = self._leaves(self._inputs)
-        with torch.enable_grad(), self._as_called(), self._own_parameters() as parameters:
+        with torch.enable_grad(), self._as_called(), leasing_all(), self._own_parameters() as parameters:
             outputs = checkpoint(
                 lambda *given: tuple(self._call.run(given)[0]), *inputs, use_reentrant=False, preserve_rng_state=False
             )
@@ -505,7 +529,8 @@ class _Block:
             self._forward_again()
             captured = self._checkpointed
         asked, outputs = captured
-        gradients = _gradients_of(outputs, asked, self._incoming)
+        with leasing_all():
+            gradients = _gradients_of(outputs, asked, self._incoming)
         for kept, each in zip(self._gradients, gradients, strict=True):
             if kept is not None:
                 kept.copy_(each)
@@ -566,7 +591,7 @@ class _Block:
             with self._as_called():
                 return tuple(call.run(tensors)[0])
         for handle, forwards, _ in self._added:
-            handle.forwards += forwards
+            handle.count_replays(forwards)
         return tuple(each.clone() for each in self._outputs)
 
     def backward(self, call: _Call, tensors: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor | None]:
@@ -578,7 +603,7 @@ class _Block:
                 target.copy_(each)
             if self._launch(self._backward, "backward"):
                 for handle, _, again in self._added:
-                    handle.forwards += again
+                    handle.count_replays(again)
                 return [None if each is None else each.clone() for each in self._gradients]
         inputs = list(tensors) if twice else self._leaves(tensors)
         with torch.enable_grad(), self._as_called():

@@ -97,7 +97,8 @@ from vbrt.layers.experts.experts_handle import ExpertsHandle
 from vbrt.layers.experts.experts_layer import VBExperts
 from vbrt.layers.experts.experts_spec import ExpertsSpec
 from vbrt.layers.experts.gates import gate_of
-from vbrt.layers.experts.residency_reasons import why_waits
+from vbrt.layers.experts.residency_reasons import why_not_recorded, why_waits
+from vbrt.layers.experts.run_experts import leasing_all
 from vbrt.layers.experts.special_calls import (
     VBGivenExperts,
     VBParallelExperts,
@@ -116,5 +117,7 @@ __all__ = [
     "VBSortedExperts",
     "VBZeroExperts",
     "gate_of",
+    "leasing_all",
+    "why_not_recorded",
     "why_waits",
 ]

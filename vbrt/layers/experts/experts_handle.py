@@ -358,6 +358,12 @@ class ExpertsHandle(PagesHandle):
         """The layouts of an expert's pages, as they are stored."""
         return [page.layout for page in self.pages[expert * self.planes : (expert + 1) * self.planes]]
 
+    def count_replays(self, forwards: int) -> None:
+        """Count forwards that a graph has run: scans, of which the host knows no routing."""
+        super().count_replays(forwards)
+        for _ in range(forwards):
+            self.routing.scan_unseen()
+
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def keys_of(self, experts: Sequence[int], precision: str) -> tuple[str, ...]:

@@ -160,7 +160,9 @@ class VBExperts(HeldLayer):
             with adapting(self, name, factors):
                 yield
         finally:
-            self.__dict__["_vb_adapted"] = self._vb_adapted - 1
+            left = self.__dict__.pop("_vb_adapted", 1) - 1
+            if left:  # between calls the module is as before, so that recordings of it hold
+                self.__dict__["_vb_adapted"] = left
 
     # -- the weights --------------------------------------------------------------------------------------------------
 

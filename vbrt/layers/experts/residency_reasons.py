@@ -1,13 +1,15 @@
-"""Reasons why the host decides which experts are resident, and why a pass waits for the device; for statistics."""
+"""Reasons why the host decides which experts are resident, why a pass waits for the device, and why it is not recorded
+in training; for statistics."""
 
 from dataclasses import replace
 
 from vbrt.kernels import resolve
 from vbrt.layers.experts.gathered_experts import may_gather, why_not_gathered
+from vbrt.layers.experts.library_experts import UNHEARD, implementation_of
 from vbrt.layers.experts.protocols import ExpertsWeights
 from vbrt.layers.weights.linear_product import pass_precision
 
-__all__ = ["why_host", "why_waits"]
+__all__ = ["why_host", "why_not_recorded", "why_waits"]
 
 
 def why_host(handle: ExpertsWeights) -> str:
@@ -42,3 +44,12 @@ def why_waits(handle: ExpertsWeights) -> str:
     if handle.spec.lossless or coarse:
         return f"{name}: held as {label}: the host leases the experts that tokens are sent to"
     return f"{name}: its pages move, and the host decides which" if handle.streams else ""
+
+
+def why_not_recorded(handle: ExpertsWeights) -> str:
+    """Return why a training pass of a layer's experts cannot be recorded with all of them leased; "" if it can."""
+    others = {implementation_of(layer)[0] or "eager" for layer in handle.layers} - set(UNHEARD)
+    if others:
+        return f"{handle.spec.name}: the implementation {min(others)} asks which experts are touched"
+    cached = handle.deciding.cache is not None
+    return f"{handle.spec.name}: the GPU decides which experts are resident" if cached else ""

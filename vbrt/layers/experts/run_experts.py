@@ -128,7 +128,7 @@ def run_experts(
     call = _Call(layer, handle, routed, pass_precision(), scan, fetches or bool(adapters), adapters or {})
     if call.adapters or (_thread.leases_all and handle.spec.lossless):
         return _leased(call)
-    y = _decided_by_device(call)
+    y = None if _thread.leases_all else _decided_by_device(call)
     if y is None:
         y = _resident(call)
     return _leased(call) if y is None else y

@@ -70,6 +70,10 @@ class PagesHandle:
         """Drop views into pages, because they may move."""
         raise NotImplementedError
 
+    def count_replays(self, forwards: int) -> None:
+        """Count forwards that a graph has run."""
+        self.forwards += forwards
+
     def still(self, generation: int) -> Self:
         """Return the handle. Raises WrapError if its generation has changed."""
         if self.keys and self.generation != generation:
