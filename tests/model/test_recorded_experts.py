@@ -1,12 +1,15 @@
 """Checkpointed blocks with routed experts as graphs: the steps of eager blocks, at home and streamed through a ring."""
 
+import contextlib
+
 import pytest
 import torch
 
 import vbrt
 from tests.model.checkpointed import IDS, adapted, same, trained, weights_of, with_adapters
 from tests.models import qwen3_moe
-from vbrt.layers.experts import ExpertsHandle, run_experts
+from vbrt.layers.experts import ExpertsHandle, leasing_all, run_experts
+from vbrt.layers.experts.leased_experts import Leased
 from vbrt.model import runtime
 from vbrt.residency.scheduled import ScheduledPolicy
 from vbrt.tiers import Level, MemoryTier, TierStack
@@ -74,6 +77,21 @@ def test_steps_are_those_of_eager_blocks(graphs, preset, monkeypatch):
     assert recorded_of(vb).replays == 6 * LAYERS and not vb.stats().fallbacks
     layers, others = vb.stats().layers, eager_vb.stats().layers
     assert {name: layer.forwards for name, layer in layers.items()} == {n: one.forwards for n, one in others.items()}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_step_as_it_is_recorded_decodes_experts_twice(preset, monkeypatch):
+    """In the forward, and again in front of the backward, which an eager block follows by a third time."""
+    _, model = mixtures(preset=preset, records=False)
+    decoded, plain, found = [], Leased.parameters, []
+    monkeypatch.setattr(Leased, "parameters", lambda self: decoded.append(self.experts) or plain(self))
+    for within, times in ((leasing_all(), 2), (contextlib.nullcontext(), 3)):
+        decoded.clear()
+        with within:
+            found.append(gradients_of(model))
+        assert len(decoded) == times * LAYERS
+        model.zero_grad()
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
 
 
 def test_routings_that_change_between_steps_are_followed(graphs):

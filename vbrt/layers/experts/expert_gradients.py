@@ -1,7 +1,8 @@
 """Gradients through frozen routed experts: of hidden states, routing weights, biases, norms and adapters' factors.
 
 Nothing of the weights' size is saved. The backward pass leases the pages again, in chunks like a scan, and recomputes
-each chunk's contribution on decoded weights, by the implementation that the module's config names.
+each chunk's contribution on decoded weights, by the implementation that the module's config names. Blocks that are
+recorded are checkpointed: what is computed again there is kept, as the backward follows at once.
 
 Rejected: differentiable products on pages. They would save the first product of the recomputation, but do not support
 modules' own gates and norms.
@@ -22,7 +23,7 @@ from vbrt.host import accelerator
 from vbrt.layers.experts.adapted_experts import Adapters, adapters_of, with_adapters
 from vbrt.layers.experts.library_experts import UNHEARD, ExpertsView, implementation_of
 from vbrt.layers.experts.protocols import ExpertsModule, LeasedExperts
-from vbrt.layers.experts.run_experts import chunks_of, leased_experts, run_experts
+from vbrt.layers.experts.run_experts import chunks_of, keeps_decoded, leased_experts, run_experts
 from vbrt.layers.experts.touched_experts import Routed, local_ids, pairs_of
 from vbrt.layers.weights.linear_product import pass_precision, precision
 from vbrt.libraries.peft_api import Factors
@@ -40,6 +41,8 @@ def forward_experts(layer: ExpertsModule, *args: Any) -> Tensor:
         factors = [factor for of in adapters.values() for term in of for factor in (term.left, term.right)]
         inputs = (routed.x, routed.weights, *kept.values(), *factors)
         if any(tensor.requires_grad for tensor in inputs):
+            if keeps_decoded(layer, adapters):
+                return run_experts(layer, routed, fetches=True, adapters=adapters)
             y = _Recomputed.apply(layer, (tuple(kept), terms), routed.ids, *inputs)
             beside = getattr(type(layer), "beside_experts", None)
             if beside is None:

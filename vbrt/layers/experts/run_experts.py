@@ -52,7 +52,7 @@ from vbrt.layers.experts.touched_experts import Routed, touched_experts
 from vbrt.layers.weights.linear_product import pass_precision
 from vbrt.residency.expert_leases import ExpertLeases
 
-__all__ = ["chunks_of", "leased_experts", "leasing_all", "plain_forward", "run_experts"]
+__all__ = ["chunks_of", "keeps_decoded", "leased_experts", "leasing_all", "plain_forward", "run_experts"]
 
 #: the dtypes of x for which kernels take pages by address alone
 BY_ADDRESS = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,6 +76,12 @@ def leasing_all() -> Iterator[None]:
         yield
     finally:
         _thread.leases_all = before
+
+
+def keeps_decoded(layer: ExpertsModule, adapters: Adapters) -> bool:
+    """True if autograd may keep the decoded weights of a pass for its backward, which comes at once: of all experts, in
+    checkpointed blocks that are being recorded."""
+    return _thread.leases_all and _decodes(layer.handle, pass_precision(), adapters)
 
 
 def leased_experts(layer: ExpertsModule, ids_Tk: Tensor, *, decoded: bool) -> Sequence[int]:
@@ -114,7 +120,7 @@ class _Call:
 def run_experts(
     layer: ExpertsModule, routed: Routed, *, fetches: bool = False, adapters: Adapters | None = None
 ) -> Tensor:
-    """Return the output of a layer, without gradients.
+    """Return the output of a layer, without gradients unless it `keeps_decoded`.
 
     Args:
         fetches: missed experts are fetched, whatever `experts.miss` says.
@@ -244,7 +250,7 @@ def _leased(call: _Call) -> Tensor:
     if operands is not None:
         leased: Sequence[int] = list(operands.pairs(experts))
     else:
-        leased = leased_experts(layer, routed.ids, decoded=_decodes(call))
+        leased = leased_experts(layer, routed.ids, decoded=_decodes(handle, call.precision, call.adapters))
     if isinstance(leased, range):
         handle.routing.scan_unseen()
     elif call.scan:
@@ -257,15 +263,16 @@ def _leased(call: _Call) -> Tensor:
     return _in_chunks(call, leased)
 
 
-def _decodes(call: _Call) -> bool:
+def _decodes(handle: ExpertsWeights, precision: str, adapters: Adapters) -> bool:
     """True if experts are decoded, and multiplied by the implementation that the config names."""
-    spec = call.handle.spec
-    return bool(call.adapters) or (spec.lossless and not (spec.fine and call.precision == "coarse"))
+    spec = handle.spec
+    return bool(adapters) or (spec.lossless and not (spec.fine and precision == "coarse"))
 
 
 def _in_chunks(call: _Call, touched: Sequence[int]) -> Tensor:
     """Output by as many leases as the budget requires."""
-    handle, precision, decoded = call.handle, call.precision, _decodes(call)
+    handle, precision = call.handle, call.precision
+    decoded = _decodes(handle, precision, call.adapters)
     product = LibraryProduct(call.layer, call.routed) if decoded else KernelsProduct(call.layer, call.routed)
     leases = list(chunks_of(handle, touched, scan=call.scan, precision=precision))
     if (call.scan or len(leases) > 1) and not (_thread.leases_all or handle.stack.at_rest):
