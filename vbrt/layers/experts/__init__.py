@@ -88,6 +88,12 @@ size. The backward pass leases the touched experts again, in chunks, and compute
 implementation that the config names, under the forward's autocast and precision. Matrices may be views of leased pages,
 so the derivative is taken within the lease; where it is to be derived again, they are copied.
 
+**Recorded training.** Where checkpointed blocks are recorded (`vbrt/model/recorded_blocks.py`), a pass leases all
+experts of a layer at once (`run_experts.leasing_all`): shapes and addresses do not depend on the routing, and experts
+without tokens have no rows. Gradients are then summed over all experts at once, not chunk by chunk, as where a budget
+cuts the lease. The backward of such a block follows the forward that is computed again at once, and takes that one's
+decoded weights, where an eager one decodes a third time.
+
 **Encoding**: 16 MiB of dense weights at a time on a CPU, 128 on a GPU, where the next ones are copied on the tier's
 copy stream meanwhile.
 """
