@@ -94,9 +94,11 @@ def test_a_step_as_it_is_recorded_decodes_experts_twice(preset, monkeypatch):
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
 
 
-def test_routings_that_change_between_steps_are_followed(graphs):
+@pytest.mark.parametrize("share", [None, 0.75], ids=["at home", "streamed"])
+def test_routings_that_change_between_steps_are_followed(streamed, share):
     """Each batch sends its tokens elsewhere, and leaves out some experts."""
-    (vb, recorded), (_, eager) = mixtures(count=32), mixtures(count=32, records=False)
+    _, eager = mixtures(count=32, records=False)
+    vb, recorded = mixtures(count=32) if share is None else streamed(share, count=32)
     for model in (recorded, eager):
         for step in range(8):
             ids = torch.randint(0, 128, (1, 12), generator=torch.Generator().manual_seed(step))
@@ -119,6 +121,10 @@ def test_steps_of_streamed_experts_are_those_of_experts_at_home(streamed, preset
         assert (gradient - other[name]).norm() <= 0.05 * other[name].norm()
     tier = vb.stack.levels[0].tier
     assert tier.held_bytes <= tier.capacity_bytes
+    for handle in handles_of(vb):
+        tally, pages = handle.pages[0].tally, handle.pages
+        assert (tally.hits, tally.misses) == (sum(page.hits for page in pages), sum(page.misses for page in pages))
+        assert sum(tally.bytes_moved.values()) == sum(page.bytes_moved["cpu>gpu"] for page in pages) > 0
 
 
 def test_a_replay_of_streamed_experts_gives_the_bits_of_experts_at_home(streamed):

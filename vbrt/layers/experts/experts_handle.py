@@ -76,7 +76,7 @@ class ExpertsHandle(PagesHandle):
         self.routing, self.deciding = RoutingCounts(spec.experts), Deciding()
         self.ready: ExpertPages | None = None
         self._places: tuple[tuple[Page, ...], ExactPlaces] | None = None
-        self._home: tuple[tuple[Page, ...], LeasedTensors] | None = None
+        self._home: tuple[int, tuple[Page, ...], LeasedTensors] | None = None
         self.spec, self.coder = spec, ExpertsCoder(spec, self.device, self.fallbacks)
         register_weight(self)
 
@@ -392,10 +392,10 @@ class ExpertsHandle(PagesHandle):
         ledger = self.stack.ledger
         if self.streams or not self.keys or ledger.retired or ledger.lost or ledger.rewrites or ledger.guard.recorder:
             return None
-        if self._home is None or self._home[0] is not self.pages:
-            slots = self.stack.levels[0].slots
-            self._home = self.pages, LeasedTensors(slots[key].tensors for key in self.keys)
-        return self._home[1]
+        if self._home is None or self._home[0] != ledger.changes or self._home[1] is not self.pages:
+            slots, changes = self.stack.levels[0].slots, ledger.changes
+            self._home = changes, self.pages, LeasedTensors(slots[key].tensors for key in self.keys)
+        return self._home[2]
 
     def _used(self, experts: Sequence[int], taken: int, home: LeasedTensors) -> Sequence[dict[str, torch.Tensor]]:
         """The fields of some experts' pages at home, counted as leases count them."""

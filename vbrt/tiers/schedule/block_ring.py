@@ -27,6 +27,7 @@ from vbrt.errors import TierError
 from vbrt.formats.page import build_layout, unpack
 from vbrt.residency.block_regions import REGIONS, RegionOrder, divide_room
 from vbrt.tiers.schedule.stream_link import Started, link_of
+from vbrt.tiers.stack.page_counters import Tally
 from vbrt.tiers.stack.page_stack import PageStack
 from vbrt.tiers.stack.scheduling import LeasedTensors
 from vbrt.tiers.stack.slots import Owner, Page, detour, slot_below
@@ -50,6 +51,11 @@ def refusal(stack: PageStack, keys: Sequence[str]) -> str:
         if why:
             return f"{key.partition('#')[0]}: {why}"
     return ""
+
+
+def _counters(page: Page) -> tuple[Page | Tally, ...]:
+    """Return a page, and the tally of its layer, if it has one."""
+    return (page,) if page.tally is None else (page, page.tally)
 
 
 class BlockPlaces:
@@ -183,7 +189,8 @@ class BlockRing:
 
     def _count_moved(self, page: Page) -> None:
         link = f"{self._sources[page.key].tier.name}>{self._level.tier.name}"
-        page.bytes_moved[link] += page.nbytes
+        for counted in _counters(page):
+            counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + page.nbytes
 
     def _fence(self, pages: Iterable[Page]) -> None:
         self._link.fence([self._room], (), [self._sources[page.key].room for page in pages])
@@ -224,14 +231,16 @@ class BlockRing:
 
     def _count(self, block: _Block, loads: Sequence[int]) -> None:
         for page in block.staying:
-            page.hits += 1
+            for counted in _counters(page):
+                counted.hits += 1
         if block.number is None:
             return
         ahead, missing = self._order.take_ahead(block.number), block.number in loads
         for page in block.streamed:
-            page.hits += not (missing or ahead)
-            page.misses += missing or ahead
-            page.prefetched += ahead
+            for counted in _counters(page):
+                counted.hits += not (missing or ahead)
+                counted.misses += missing or ahead
+                counted.prefetched += ahead
         if missing or ahead:
             self._stack.passes.count_misses(len(block.streamed), len(block.streamed) * ahead)
 
