@@ -72,19 +72,20 @@ def test_of_many_pairs_all_experts_at_home_are_leased_without_asking_which_are_t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["dense", "exact", "nvfp4", "mxint8", "nf4", "t3"])
-@pytest.mark.parametrize("share", [2.0, 0.9], ids=["at home", "leased"])
-def test_many_leased_experts_are_decoded_to_the_bits_of_each(format, share):
-    model = qwen3_moe(dtype=torch.bfloat16, count=16)
-    settings = {"weights": config(format)["weights"], "policy": {"kind": "experts"}}
-    pages = vbrt.make_plan(model, vbrt.load_config(settings)).page_bytes
-    vb = vbrt.wrap(model, settings, tiers={"gpu": {"budget": int(share * pages)}}).materialize()
+@pytest.mark.parametrize("home", ["gpu", "cpu"])
+def test_many_leased_experts_are_decoded_to_the_bits_of_each(format, home):
+    vb = vbrt.wrap(
+        qwen3_moe(dtype=torch.bfloat16, count=16).cuda(), {"weights": config(format)["weights"]}
+    ).materialize()
     handle = vb.module.model.layers[-1].mlp.experts.handle
+    vb.runtime.open_stores()
+    vb.stack.rehome(dict.fromkeys(handle.keys, home))
+    assert handle.at_home == (home == "gpu")
     for experts in (range(16), [1, 4, 15]):
         with handle.lease(experts) as leased:
             for name, part in zip(handle.spec.parameters, handle.spec.parts, strict=True):
                 each = [leased.matrix(part, position) for position in range(len(experts))]
                 assert torch.equal(leased.parameters()[name], torch.stack(each))
-    assert handle.at_home == (share > 1)
     vb.close()
 
 
