@@ -123,11 +123,13 @@ def waited() -> None:
 
 
 def measured(step: Callable[[], object], *, steps: int, warm: int = 2) -> dict:
-    """Return seconds a step (the median), each of them, and the peak of the allocator in these steps."""
+    """Return seconds a step (the median), each of them, and two peaks in these steps: of tensors, and of all that torch
+    reserves, which has the memory of CUDA graphs."""
     for _ in range(warm):
         step()
     waited()
     if DEVICE == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     spans = []
     for _ in range(steps):

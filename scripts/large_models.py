@@ -5,7 +5,8 @@ memory has for pages, beside what stays dense, the KV cache and CUDA. `generate`
 and answers of 32 tokens, by vbrt and by accelerate, which holds bf16 layers in host memory. A row, of one token of all
 sequences:
 
-- ms: as measured; whole_ms and tokens_s: of all layers, in proportion, which counts the head several times;
+- ms: as measured; whole_ms and tokens_s: of all layers, in proportion, which counts the head, and what `generate` does
+  between steps, several times;
 - link_ms: of all layers, pages without room on the GPU over the link, at the rate measured here.
 
     python3 scripts/large_models.py [--shapes qwen3-32b ...] [--batches 1 64 256] [--only t3] [--out FILE]
@@ -165,12 +166,15 @@ def large_table(path: Path) -> list[str]:
     said = (
         "`generate` with random weights of published shapes, greedy, prompts and answers of 32 tokens. A GPU's memory "
         "is divided as a GPU of that size has it: heads and tables in bf16, the KV cache of all sequences, 1.7 GB for "
-        "CUDA and activations, the rest for layers. Times are of all layers, in proportion to those that were there. "
+        "CUDA and activations, the rest for layers. Times are of all layers, in proportion to those that were there: "
+        "the head, and what `generate` does between steps, count several times, so that whole models are faster. "
         "Link: what the layers without room take at its measured rate, "
         f"{result['rows'][0]['link_gb_s']:.0f} GB/s. `scripts/large_models.py`."
     )
     head = f"## large dense models on small GPUs, {result['machine']['gpu']}"
-    return [head, "", said, "", *markdown_table(heads, lines), "", named_machine(result["machine"]), ""]
+    others = sorted({row["commit"] for row in result["rows"] if "commit" in row})
+    named = " ".join([named_machine(result["machine"]), *(f"Some rows: another host, commit {c}." for c in others)])
+    return [head, "", said, "", *markdown_table(heads, lines), "", named, ""]
 
 
 def main() -> None:
