@@ -32,6 +32,7 @@ from scripts.smollm2 import FILES, gguf_file
 __all__ = ["RESULT", "section"]
 
 RESULT = ROOT / "benchmarks" / "results" / "accuracy-smollm2-cpu.json"
+SPEEDS = RESULT.parent / "published-t3-nvidia-h200.json"
 FORMATS = ("mxint8", "nvfp4", "mxfp4", "nf4", "quantile", "t3")
 CALIBRATED = ("nvfp4", "nf4", "t3")
 BUDGETS = (5, 6)  # bits a weight of `choose_precision`
@@ -176,7 +177,21 @@ def section() -> list[str]:
         cells += [f"{row[kind]['top1']:.1%}" for kind in kinds]
         rows.append(cells)
     table = markdown_table(head, rows)
-    return ["## A published model", "", what, "", *table, "", limit, "", named_machine(result["machine"]), ""]
+    lines = [what, "", *table, "", limit, "", _speed(), "", named_machine(result["machine"])]
+    return ["## A published model", "", *lines, ""]
+
+
+def _speed() -> str:
+    """How fast three bits are beside four, and what bounds that."""
+    found = [row["times_faster"] for row in json.loads(SPEEDS.read_text())["rows"]]
+    return (
+        f"In memory `t3` is slower than `nvfp4`: on an H200 it has {min(found):.2f} to {max(found):.2f} of its speed "
+        "[for one and for 16 tokens](measurements.md#three-bits-nvidia-h200). Its decoder takes 4.5 instructions "
+        "a weight, which bound the kernel, not the bytes. A codebook of one hashed word, not of the sum of two, would "
+        "take fewer, but has 15.7 dB, and one in a table meets bank conflicts of shared memory. So it is for models "
+        "that exceed the GPU's memory, where it moves fewer bytes ([large "
+        "models](measurements.md#large-dense-models-on-small-gpus-nvidia-h200))."
+    )
 
 
 def main() -> None:

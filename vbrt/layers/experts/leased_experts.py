@@ -106,10 +106,8 @@ class Leased:
 def _bytes_of(fields: dict[str, Tensor], layout: PageLayout) -> Tensor:
     """Return a page's bytes, uint8, from views of its fields."""
     field = layout.fields[0]
-    view = fields[field.name]
-    first = view.storage_offset() * view.element_size() - field.offset
-    page = torch.empty(0, dtype=torch.uint8, device=view.device)
-    return page.set_(view.untyped_storage(), first, (layout.nbytes,))
+    own = fields[field.name].reshape(-1).view(torch.uint8)
+    return own.as_strided((layout.nbytes,), (1,), own.storage_offset() - field.offset)
 
 
 def _address(fields: dict[str, Tensor], layout: PageLayout) -> int:
