@@ -186,10 +186,10 @@ def _speed() -> str:
     found = [row["times_faster"] for row in json.loads(SPEEDS.read_text())["rows"]]
     return (
         f"In memory `t3` is slower than `nvfp4`: on an H200 it has {min(found):.2f} to {max(found):.2f} of its speed "
-        "[for one and for 16 tokens](measurements.md#three-bits-nvidia-h200). Its decoder takes 4.5 instructions "
-        "a weight, which bound the kernel, not the bytes. A codebook of one hashed word, not of the sum of two, would "
-        "take fewer, but has 15.7 dB, and one in a table meets bank conflicts of shared memory. So it is for models "
-        "that exceed the GPU's memory, where it moves fewer bytes ([large "
+        "[for one and for 16 tokens](measurements.md#three-bits-nvidia-h200): its decoder bounds the "
+        "kernel, not the bytes. A codebook of one hashed word, not of the sum of two, would take fewer, but is less "
+        "exact, and one in a table meets bank conflicts of shared memory. So it is for models that exceed the GPU's "
+        "memory, where it moves fewer bytes ([large "
         "models](measurements.md#large-dense-models-on-small-gpus-nvidia-h200))."
     )
 
