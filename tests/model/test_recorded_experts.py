@@ -61,6 +61,13 @@ def gradients_of(model, ids=IDS):
     return {name: weight.grad.clone() for name, weight in weights_of(model).items()}
 
 
+def close(one, other):
+    """Weights but for last bits: sums over all experts and over those that tokens are sent to are made in another order
+    on some CPUs, and AdamW's first steps show each bit of a small gradient."""
+    others = weights_of(other)
+    return all(torch.allclose(weight, others[name], atol=1e-4) for name, weight in weights_of(one).items())
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_steps_are_those_of_eager_blocks(graphs, preset, monkeypatch):
     how = {"preset": preset, "count": 16}  # so that eager passes ask for a routing
@@ -73,7 +80,7 @@ def test_steps_are_those_of_eager_blocks(graphs, preset, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(run_experts, "touched_experts", asks)
         one = trained(recorded, 4)
-    assert one == trained(eager, 4) and same(recorded, eager)
+    assert one == pytest.approx(trained(eager, 4), rel=1e-5) and close(recorded, eager)
     assert recorded_of(vb).replays == 6 * LAYERS and not recorded_of(vb).reasons
     layers, others = vb.stats().layers, eager_vb.stats().layers
     assert {name: layer.forwards for name, layer in layers.items()} == {n: one.forwards for n, one in others.items()}
