@@ -9,7 +9,7 @@ from scripts.capability_tables import capability_table, mma_table
 from scripts.cpu_tables import peers_table
 from scripts.full_tables import full_cpu_table, full_tables
 from scripts.generate_tables import exact_table, generate_table
-from scripts.hosted_tables import hosted_table
+from scripts.hosted_tables import hosted_table, link_of
 from scripts.kv_tables import kv_table
 from scripts.large_models import large_table
 from scripts.live_tables import live_table
@@ -165,10 +165,14 @@ def experts_table(path: Path) -> list[str]:
 def prompt_table(path: Path) -> list[str]:
     """Prompts through experts of which a share is on the GPU, from `scripts/experts_prompt.py`."""
     result = json.loads(path.read_text())
-    heads = ("format", "layers", "experts on the GPU", "tokens", "ms", "all on the GPU, ms", "link, ms", "of the limit")
+    emulated = any(row.get("copies", 1) > 1 for row in result["rows"])
+    links = ("link",) if emulated else ()
+    times = ("tokens", "ms", "all on the GPU, ms", "link, ms", "of the limit")
+    heads = ("format", "layers", "experts on the GPU", *links, *times)
     lines = [
         (
-            f"`{row['format']}`", str(row["layers"]), f"{row['share']:.0%}", f"{row['tokens']:,}", f"{row['ms']:.0f}",
+            f"`{row['format']}`", str(row["layers"]), f"{row['share']:.0%}",
+            *((link_of(row.get("copies", 1)),) if emulated else ()), f"{row['tokens']:,}", f"{row['ms']:.0f}",
             f"{row['resident_ms']:.0f}", f"{row['link_ms']:.0f}", f"{row['of_limit']:.2f}×",
         )
         for row in result["rows"]
@@ -178,7 +182,10 @@ def prompt_table(path: Path) -> list[str]:
         "experts all alike. The limit is the larger of the time with all pages on the GPU and that of the link, which "
         "brings all experts once."
     )
+    if emulated:
+        what += " An emulated link copies each page as many times as its rate is divided by."
     host = ", a second host" if "-second-host-" in path.stem else ""
+    host += ", emulated links" if emulated else ""
     return [
         f"## prompts through few experts, {result['machine']['gpu']}{_format_of(result['rows'][0])}{host}",
         "",

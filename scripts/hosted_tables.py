@@ -5,7 +5,7 @@ from pathlib import Path
 
 from scripts.plots import Labels, line_plot
 
-__all__ = ["hosted_table", "peer_ms", "room_of"]
+__all__ = ["hosted_table", "link_of", "peer_ms", "room_of"]
 
 _WHAT = (
     "A Llama of the 8B shape in `fp4` with random weights, a prompt of 128 tokens, ms a step of `generate`, from "
@@ -28,6 +28,11 @@ def room_of(share: str) -> str:
     return {"ring": "a ring of 110 MiB", "100": "all pages"}.get(share, f"{share} % of the pages")
 
 
+def link_of(copies: int) -> str:
+    """Name the link of a row whose pages were copied so often."""
+    return "as it is" if copies == 1 else f"emulated, 1/{copies}"
+
+
 def peer_ms(path: Path) -> dict[str, float]:
     """llama.cpp's fastest ms a token by share, as `scripts/hosted_peers.py` wrote them; empty without its file."""
     best: dict[str, float] = {}
@@ -48,13 +53,14 @@ def hosted_table(path: Path, docs: Path) -> list[str]:
         found.setdefault((row["share"], row["copies"], row["threads"], row["batch"]), {})[row["where"]] = row
     lines = []
     for (share, copies, threads, batch), by in found.items():
-        link = "as it is" if copies == 1 else f"emulated, 1/{copies}"
         cells = [f"{by[name]['ms']:.1f}" if name in by else "–" for name in ("device", "cpu", "auto")]
         compared = copies == batch == 1 and threads == where["cores"] and share in llama
         peer = f"{llama[share]:.1f}" if compared else "–"
         both = by.get("auto", {"rates_bytes_s": [], "told": ""})
         limit = f"{_limit_ms(both, resident):.1f}" if both["rates_bytes_s"] else "–"
-        lines.append([room_of(share), link, str(threads), str(batch), *cells, limit, peer, both["told"] or "–"])
+        lines.append(
+            [room_of(share), link_of(copies), str(threads), str(batch), *cells, limit, peer, both["told"] or "–"]
+        )
     drawing = f"{path.stem}.svg"
     _draw(found, where["cores"], resident, llama, docs.parent / drawing)
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
