@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -213,6 +213,17 @@ class Decoder:
         return replay
 
 
+class Turns(NamedTuple):
+    """Tokens of a run: those before the clock, and those that count."""
+
+    warm: int
+    counted: int
+
+
+def usual_turns() -> Turns:
+    return Turns(WARM, COUNTED)
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run over the trace has shown: seconds a token, and the accesses of a token that hit and missed."""
@@ -227,12 +238,14 @@ class Run:
     drive_bytes: float = 0.0
 
 
-def decode(model: nn.Module, trace: Trace, *, how: str, spans: Spans | None = None) -> Run:
-    """Decode along the trace: WARM tokens, then COUNTED ones by the clock, nobody waiting in between.
+def decode(model: nn.Module, trace: Trace, *, how: str, spans: Spans | None = None, turns: Turns | None = None) -> Run:
+    """Decode along the trace: warm tokens, then counted ones by the clock, nobody waiting in between.
 
     Args:
         spans: which forget what was timed before the counted tokens.
+        turns: None: WARM and COUNTED. The trace has as many and those of the first steps: `traced_tokens`.
     """
+    turns = turns or usual_turns()
     device, tokens = trace.rows.device, iter(range(len(trace.rows)))
     decoder = Decoder(model, device, how=how)
     replay = decoder.recorded(lambda: trace.turn(next(tokens)))
@@ -246,15 +259,16 @@ def decode(model: nn.Module, trace: Trace, *, how: str, spans: Spans | None = No
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    run(WARM)
+    run(turns.warm)
     if spans is not None:
         spans.forget()
     before, start = counts_of(model), time.perf_counter()
-    run(COUNTED)
-    seconds = (time.perf_counter() - start) / COUNTED
+    run(turns.counted)
+    seconds = (time.perf_counter() - start) / turns.counted
     if not bool(decoder.logits.isfinite().all()):
         raise RuntimeError("the model's logits are not finite")
-    return Run(seconds, *((after - early) / COUNTED for after, early in zip(counts_of(model), before, strict=True)))
+    counts = zip(counts_of(model), before, strict=True)
+    return Run(seconds, *((after - early) / turns.counted for after, early in counts))
 
 
 def host_decides(model: nn.Module) -> bool:
@@ -463,8 +477,9 @@ def recorded(path: Path, layers: int, **shape: int) -> Recorded:
     return mapped(path, layers_of(layers, **shape), traced_tokens())
 
 
-def traced_tokens() -> int:
-    return WARM + COUNTED + 4
+def traced_tokens(turns: Turns | None = None) -> int:
+    """Return how many tokens a trace has: a run's, and those of its first steps."""
+    return sum(turns or usual_turns()) + 4
 
 
 def routing_of(model: nn.Module, tokens: int) -> Routing:

@@ -4,7 +4,8 @@ Models of published shapes (the defaults of transformers' configs) with random w
 layers as 80 GB hold in bf16, in which a GPU has them until they are encoded. First with all pages on the GPU, then with
 a share of the experts' there, the others page-locked in host memory: decoding along a generated trace with published
 reuse, and prompts whose tokens go to experts at random, so that they read them all. A step is a CUDA graph, "joined" by
-vbrt's fused kernels or "eager", where the model's code can be recorded; otherwise the host launches it ("steps").
+vbrt's fused kernels or "eager", where the model's code can be recorded; otherwise the host launches it ("steps"), over
+fewer tokens, and `plain_ms` is the step of the same model in bf16 before vbrt has wrapped it: what transformers takes.
 
 The limit of a prompt is the larger of the resident one's time and that of the experts' bytes once over the link; of a
 step, the resident one's and that of the missed experts' bytes over the link, of which the CPU computes some where they
@@ -32,7 +33,9 @@ from torch import nn
 import vbrt
 from scripts.experts_decode import (
     CACHE_TOKENS,
+    Run,
     Trace,
+    Turns,
     budget_of,
     decode,
     expert_handles,
@@ -43,6 +46,7 @@ from scripts.experts_decode import (
     routing_of,
     say,
     traced_tokens,
+    usual_turns,
     weights_of,
 )
 from scripts.experts_prompt import route_at_random, seconds
@@ -61,6 +65,7 @@ class Published(NamedTuple):
     layers: int
     format: str = "nvfp4"
     how: str = "joined"
+    turns: Turns | None = None  # of a run; None: as `experts_decode.py` has them
     sizes: dict[str, object] = {}  # noqa: RUF012  # of the published config, where transformers has no defaults
 
 
@@ -71,7 +76,7 @@ MODELS = {
     "gpt-oss-120b": Published("GptOss", "GptOss", 12, "mxfp4", sizes={"sliding_window": CACHE_TOKENS}),
     "Qwen3.6-35B-A3B": Published("Qwen3_5Moe", "Qwen3_5MoeText", 40, how="eager"),
     "GLM-4.5-Air": Published("Glm4Moe", "Glm4Moe", 16),
-    "Qwen3.8-Flash-Next": Published("Qwen4Exp", "Qwen4ExpText", 16, how="steps", sizes=QWEN4),
+    "Qwen3.8-Flash-Next": Published("Qwen4Exp", "Qwen4ExpText", 16, how="steps", turns=Turns(24, 24), sizes=QWEN4),
 }
 TOKENS = (512, 2048, 4096)
 
@@ -104,16 +109,17 @@ def rows(
     published = MODELS[name]
     model, whole = build(published, layers, device, **sizes)
     note(f"{name}: built", start)
+    plain = {"plain_ms": plain_ms(model, published, device)} if published.how == "steps" else {}
     top = "gpu" if device.type == "cuda" else "cpu"
     config = vbrt.load_config("fp4", policy={"kind": "experts"}, weights=weights_of(published.format))
     room = vbrt.make_plan(model, config).page_bytes * 9 // 8
     vb = vbrt.wrap(model, config, tiers={tier: {"budget": room} for tier in dict.fromkeys((top, "cpu"))})
     vb.materialize()
     note("encoded", start)
-    head = {"model": name, "format": published.format, "layers": layers, "of": whole, "routing": "generated"}
+    head = {"model": name, "format": published.format, "layers": layers, "of": whole, "routing": "generated"} | plain
     experts = sum(page.nbytes for handle in expert_handles(vb) for page in handle.pages)
     link = link_gb_s() * 1e9 if top == "gpu" else 50e9
-    resident = measured(vb, published.how, tokens, device)
+    resident = measured(vb, published, tokens, device)
     yield head | {"share": 1.0, **resident} | in_all(vb, resident, layers, whole, tokens)
     note("resident", start)
     forget_graphs(vb)
@@ -123,7 +129,7 @@ def rows(
         forget_graphs(vb)
         vb._attachment.expert_cache.reset()
         vb.set_budget("gpu", budget_of(vb, share))
-        found = measured(vb, published.how, tokens, device)
+        found = measured(vb, published, tokens, device)
         limits = {t: max(resident[f"prompt_{t}_ms"], experts / link * 1e3) for t in tokens}
         step = resident["ms"] + found["missed_mb"] / link * 1e9
         yield {
@@ -140,15 +146,37 @@ def rows(
 
 
 @torch.no_grad()
-def measured(vb: vbrt.VBModelWrapper, how: str, tokens: Sequence[int], device: torch.device) -> dict[str, object]:
-    """Milliseconds of a step and of prompts, and the peak of GPU memory in each."""
-    found: dict[str, object] = {}
-    trace = Trace(routing_of(vb.module, traced_tokens()), device)
-    hooks = trace.lead(vb.module)
-    run = decode(vb, trace, how=how)
+def plain_ms(model: nn.Module, published: Published, device: torch.device) -> float:
+    """Milliseconds of a step of the model as it is built, its experts by transformers' batched_mm."""
+    before = model.config._experts_implementation
+    model.config._experts_implementation = "batched_mm"
+    run = led(model, model, published, device)
+    model.config._experts_implementation = before
+    return run.seconds * 1e3
+
+
+def led(model: nn.Module, module: nn.Module, published: Published, device: torch.device) -> Run:
+    """Decode along a generated trace.
+
+    Args:
+        module: that has the model's routers.
+    """
+    trace = Trace(routing_of(module, traced_tokens(published.turns)), device)
+    hooks = trace.lead(module)
+    run = decode(model, trace, how=published.how, turns=published.turns)
     for hook in hooks:
         hook.remove()
-    found |= {"how": how, "ms": run.seconds * 1e3, "hit_rate": run.hits / max(1e-9, run.hits + run.misses)}
+    return run
+
+
+@torch.no_grad()
+def measured(
+    vb: vbrt.VBModelWrapper, published: Published, tokens: Sequence[int], device: torch.device
+) -> dict[str, object]:
+    """Milliseconds of a step and of prompts, and the peak of GPU memory in each."""
+    run, counted = led(vb, vb.module, published, device), (published.turns or usual_turns()).counted
+    found: dict[str, object] = {"how": published.how, "counted_tokens": counted, "ms": run.seconds * 1e3}
+    found |= {"hit_rate": run.hits / max(1e-9, run.hits + run.misses)}
     page = expert_handles(vb)[0].pages[0].nbytes
     found |= {"missed_mb": run.misses * page / 1e6, "fetched_mb": run.bytes_in / 1e6}
     found |= {"decides": "host" if host_decides(vb) else "gpu"}
