@@ -1,5 +1,6 @@
 """Updates that begin before the step: the bits of updates at the step, whatever happens in between."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -313,6 +314,27 @@ def test_steps_that_do_not_wait_for_what_was_begun_have_the_same_bits():
         return losses
 
     assert_same_bits(loop)
+
+
+def test_a_step_takes_what_is_still_being_computed(monkeypatch):
+    run, begun, goes_on = Prepared.run, threading.Event(), threading.Event()
+
+    def slow(self, *args):
+        begun.set()
+        assert goes_on.wait(30)
+        run(self, *args)
+
+    with vbrt.wrap(Tiny(), "full", optimizer=adamw, training={"ahead": MIB}) as vb:
+        plain(vb)
+        before = vb.stats().updates.ahead
+        monkeypatch.setattr(Prepared, "run", slow)
+        loss_of(vb, *BATCHES[0]).backward()
+        assert begun.wait(30)
+        vb.step()
+        assert vb.stats().updates.waiting == WEIGHTS
+        goes_on.set()
+        vb.settle()
+        assert 1 <= vb.stats().updates.ahead - before <= 2  # those that had begun, in two threads
 
 
 def test_an_optimizer_that_outlives_the_pages_says_so():

@@ -58,6 +58,7 @@ __all__ = [
 
 Gradient = tuple[object, Callable[[], Tensor]]
 _AHEAD = 1 << 32  # urgency of the first layer's update ahead of its step: more than any that is due
+_COMPUTING = 2  # threads: while one's weight is computed, the other takes the pages of the next one, in Python
 _LOOK_SECONDS = 0.02  # polling interval of waiters, in case a wake-up was lost
 
 
@@ -91,13 +92,14 @@ class Updater:
         self._threads = threads or cores() - cores() // 4
         self._open: dict[int, _Update] = {}  # by the state's id, in order of submission
         self.ahead = self.discarded = 0
+        self._counting = allocate_lock()
         self._begin()
         _updaters.add(self)
 
     def _begin(self) -> None:
         self._pid = os.getpid()
         self.helpers = Helpers(self._threads)
-        self._loading, self._computing, self._storing = self._stages = _Stage(), _Stage(), _Stage()
+        self._loading, self._computing, self._storing = self._stages = _Stage(), _Stage(_COMPUTING), _Stage()
         self._places: SimpleQueue[object] = SimpleQueue()  # staging slots, for states in files
         for place in range(1, STAGED + 1):
             self._places.put(place)
@@ -249,6 +251,14 @@ class Updater:
         except Exception as error:  # noqa: BLE001 - the step will meet it, if it is one of the weight's
             reason = f"{prepared.state.name}: its update ahead of the step failed ({error}); it is made at the step"
             self.fallbacks += [] if reason in self.fallbacks else [reason]
+        finally:
+            prepared.ended.release()
+
+    def _await_prepared(self, update: "_Update") -> None:
+        """Wait for what another thread is computing ahead for an update."""
+        prepared = update.prepared
+        if prepared is not None and prepared.begun:
+            self._computing.take(prepared.ended)
 
     def _load(self, update: "_Update") -> None:
         """Read a state from its file into a free staging slot."""
@@ -264,7 +274,10 @@ class Updater:
             return
         if update.loads and update.staging is None:
             self._computing.take(update.loaded)
-        self.ahead += update.take()
+        self._await_prepared(update)
+        if update.take():
+            with self._counting:
+                self.ahead += 1
         with contextlib.ExitStack() as pages:
             update.run(pages, self.kernel.run, self.helpers)
         update.rewritten = True
@@ -305,12 +318,14 @@ class Prepared:
     Attributes:
         step: that it would be.
         begun, done, dropped: progress.
+        ended: rings once a run has ended, done or not.
     """
 
     def __init__(self, state: WeightState, gradient: Tensor, step: Step) -> None:
         self.state, self.step, self.spare = state, step, state.spare
         self._gradient = gradient
         self.begun = self.done = self.dropped = False
+        self.ended = _Bell()
         self.urgency = _AHEAD + state.rank
 
     def run(self, kernel: Callable[..., Any], helpers: Helpers) -> None:
@@ -403,7 +418,10 @@ class _Bell:
 
 
 class _Stage:
-    """Pipeline stage of updates: one thread, which stops on a failure until told to retry.
+    """Pipeline stage of updates: threads which stop on a failure until told to retry.
+
+    Args:
+        threads: their number.
 
     Attributes:
         failure: the failed update and its error; the stage waits until this is None.
@@ -411,8 +429,8 @@ class _Stage:
         closed: True if it is to end.
     """
 
-    def __init__(self) -> None:
-        self.crew = Crew(1)
+    def __init__(self, threads: int = 1) -> None:
+        self.crew = Crew(threads)
         self.failure: tuple[_Update, Exception] | None = None
         self.heard = self.closed = False
         self._serial = itertools.count()
@@ -424,9 +442,14 @@ class _Stage:
         self.crew.give(self._do_next)
 
     def _do_next(self) -> None:
+        self._await_retry()
         if self._waiting:
             _, _, update, work = heappop(self._waiting)
             self._do(update, work)
+
+    def _await_retry(self) -> None:
+        while self.failure is not None and not self.closed:
+            time.sleep(_LOOK_SECONDS)
 
     def _do(self, update: _Update, work: Callable[[_Update], None]) -> None:
         while not self.closed:
@@ -436,9 +459,9 @@ class _Stage:
             except _Closed:
                 return
             except Exception as error:  # noqa: BLE001 - raised to the waiter
+                self._await_retry()  # of another thread's, which is raised first
                 self.failure = update, error
-            while self.failure is not None and not self.closed:
-                time.sleep(_LOOK_SECONDS)
+            self._await_retry()
 
     def take(self, queue: Any) -> object:
         """Return the next item of a queue, or a bell once it is set."""

@@ -1,11 +1,13 @@
 """Worker threads for one weight's update.
 
-The caller works too, and returns only when no part is running, also on Ctrl-C, so that no thread touches the weight
-afterwards. Compiled kernels run as one call whose threads stay in C: twelve threads that take the GIL per part halve
-the speed of a main thread that launches kernels, and wait for the GIL nearly as long as they work.
+One weight at a time: callers take turns. The caller works too, and returns only when no part is running, also on
+Ctrl-C, so that no thread touches the weight afterwards. Compiled kernels run as one call whose threads stay in C:
+twelve threads that take the GIL per part halve the speed of a main thread that launches kernels, and wait for the GIL
+nearly as long as they work.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -36,16 +38,18 @@ class Helpers:
 
     def __init__(self, threads: int) -> None:
         self.threads, self.busy_ns = max(1, threads), 0
-        self._crew = Crew(self.threads - 1)
+        self._crew, self._turn = Crew(self.threads - 1), threading.Lock()
         self._team: UpdateTeam | None = None
 
     def run(self, count: int, part: Part) -> None:
-        """Run `part(begin, end)` over [0, count). Raises a part's error, once none is running."""
-        start = time.perf_counter_ns()
-        try:
-            self._run(count, part)
-        finally:
-            self.busy_ns += time.perf_counter_ns() - start
+        """Run `part(begin, end)` over [0, count), after the runs of other callers. Raises a part's error, once none is
+        running."""
+        with self._turn:
+            start = time.perf_counter_ns()
+            try:
+                self._run(count, part)
+            finally:
+                self.busy_ns += time.perf_counter_ns() - start
 
     def _run(self, count: int, part: Part) -> None:
         if isinstance(part, TeamPart):
