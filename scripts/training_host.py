@@ -183,6 +183,7 @@ def measured(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 rows.setdefault(name, []).extend([loop.step() for _ in range(1 + options.steps)][1:])
     with computing_nothing(loop):
         rows["updates compute nothing"] = [loop.step() for _ in range(1 + options.rounds * options.steps)][1:]
+    print(*loop.model.stats().fallbacks, sep="\n")
     return found | {name: medians(steps) for name, steps in rows.items()}
 
 

@@ -48,7 +48,7 @@ from vbrt.integrations.token_times import llama_8b
 CONTEXT, LR = 2048, 1e-4
 SHAPE = Llama(layers=24, width=2048, inner=5632, heads=32, kv_heads=4, vocabulary=32000)
 SMALL = Llama(layers=2, width=128, inner=256, heads=4, kv_heads=2, vocabulary=256)  # to try the script on a CPU
-_SLOTS = 10  # of the largest page, on the GPU
+_SLOTS = 20  # of a block's largest page, on the GPU: two blocks, and two leases of the head
 
 PAGE = ROOT / "docs" / "training.md"
 RESULTS = [
@@ -420,11 +420,11 @@ def row_of(
     for number in tokens:
         batch = batch_of(options.family, number)
         if isinstance(step, Trainer):
-            one = step.measured(batch, steps=options.steps, warm=3)
+            one = step.measured(batch, steps=options.steps, warm=5)
         else:
             losses = [step(batch).item() for _ in range(2)]
             before = updates_of(step)
-            one = measured(lambda batch=batch: step(batch), steps=options.steps, warm=1) | {"losses": losses}
+            one = measured(lambda batch=batch: step(batch), steps=options.steps, warm=3) | {"losses": losses}
             one |= {"profile": profiled(lambda batch=batch: step(batch))} if options.profile else {}
             one |= {"updates": {name: now - before[name] for name, now in updates_of(step).items()}}
             one |= apart(step.vb, batch) if hasattr(step, "vb") else {}

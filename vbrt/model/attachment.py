@@ -168,6 +168,8 @@ class Attachment:
         self.activations = activations_of(model, terms.settings, runtime.stack.device)
         graphs = runtime.stack.device.type == accelerator.TYPE and "graphs" not in accelerator.LACKS
         self.recorded = RecordedBlocks(runtime.stack, captures=graphs and terms.settings.compute.captures)
+        self.activations.replay = partial(_replay_of, weakref.ref(self))
+        self.activations.replay = partial(_replay_of, weakref.ref(self))
         self.closed = False
         remove_pass_hooks(model)
         model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
@@ -441,6 +443,13 @@ def attached_to(module: nn.Module) -> Attachment | None:
     """Return the attachment of a model; None for unwrapped models and submodules."""
     hook = pass_hook_of(module)
     return hook.attachment if hook is not None and isinstance(hook.attachment, Attachment) else None
+
+
+def _replay_of(
+    attachment: weakref.ref[Attachment], block: nn.Module, function: partial, args: tuple
+) -> Callable[[], Any] | None:
+    own = attachment()
+    return None if own is None else own.recorded.recorded(block, function, args)
 
 
 @contextlib.contextmanager

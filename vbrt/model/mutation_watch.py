@@ -15,6 +15,7 @@ from vbrt.layers.experts import VBExperts
 from vbrt.layers.experts.gates import kept_gate
 from vbrt.libraries import transformers_api
 from vbrt.model.pass_hooks import ShellsHook
+from vbrt.training import StreamedParameter
 
 __all__ = ["Watch", "calls_others"]
 
@@ -72,7 +73,8 @@ class Watch:
         return not same or self._places != self._places_now()
 
     def _places_now(self) -> list[tuple[int, int, bool]]:
-        return [(id(t), t.data_ptr(), t.requires_grad) for held in self._held for t in held.values() if t is not None]
+        held = [t for held in self._held for t in held.values() if t is not None]
+        return [(id(t), 0 if isinstance(t, StreamedParameter) else t.data_ptr(), t.requires_grad) for t in held]
 
 
 def _own(model: nn.Module) -> dict[str, Any]:

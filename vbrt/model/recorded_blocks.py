@@ -1,18 +1,23 @@
 """Recorded blocks: checkpointed blocks of a model in training, replayed as CUDA graphs.
 
     blocks = RecordedBlocks(stack, captures=True)
-    blocks.begin(model)        # at the begin of a pass with gradients: takes over the blocks' checkpoint functions
+    blocks.begin(model)        # at the begin of a pass with gradients: takes over transformers' checkpoint functions
     model(x).backward()        # from its third step on a block is two graphs: its forward; forward again, and backward
     blocks.release()           # the blocks have their own checkpoint functions again
 
 What trains in few tokens is bound by the host, which launches each kernel of a block from Python three times a step.
-A block of which transformers checkpoints the activations (`gradient_checkpointing_enable`) has no state between its
-forward and its backward but its inputs, so both are recorded apart, in memory that all blocks share. A recording serves
-calls of the same shapes, dtypes, constants and autocast; gradients of adapters leave it as ever, through autograd.
+A block whose activations are checkpointed, by transformers (`gradient_checkpointing_enable`) or by the config
+(`training.activations`), has no state between its forward and its backward but its inputs, so both are recorded apart,
+in memory that all blocks share. A recording serves calls of the same shapes, dtypes, constants and autocast; gradients
+of adapters leave it as ever, through autograd.
 
 Where pages live in host memory, the graphs read them in a ring of blocks (`vbrt.tiers.schedule.block_ring`): while one
 block runs, the next one's pages are copied. The ring takes most of the GPU's budget for pages. It is given back where a
 model decodes, or runs without gradients for long: eager passes stream all pages through the room that is left.
+
+Weights that train in the tiers (mode = "full") are rewritten in host memory by each step, and the ring brings them
+anew. A recorded backward computes their gradients into memory that every second block shares: while those of one block
+are copied to the host, those of the next one are computed.
 
 Of routed experts a recorded block leases all of a layer at once, so that nothing in it depends on the routing. Their
 eager run leases what the routing names, in chunks where the budget cuts the lease, so gradients are summed in another
@@ -37,6 +42,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from vbrt.errors import TierError
+from vbrt.host import accelerator
 from vbrt.kernels.observers import is_known_memory, is_watched
 from vbrt.layers import SwappedLayer, weights_in
 from vbrt.layers.experts import ExpertsHandle, leasing_all, why_not_recorded
@@ -48,6 +54,10 @@ from vbrt.model.mutation_watch import Watch
 from vbrt.tiers import Recording, TierStack
 from vbrt.tiers.schedule.block_ring import BlockRing
 from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded, waits_noticed
+from vbrt.training import FullWeight, StreamedParameter
+from vbrt.training.activations.checkpointing import HeldBlock
+from vbrt.training.full.block_weights import BlockWeights
+from vbrt.training.full.full_layers import collecting
 
 __all__ = ["Checkpoint", "RecordedBlocks"]
 
@@ -58,6 +68,7 @@ _DIFFERENCE = 1e-2  # of an eager result's norm: the order of a backward's sums 
 _IDLE_PASSES = 64  # without gradients, one after the other, until the ring is given back
 _SHORT_STEPS = 16  # of a ring: fewer are not worth its recordings
 _SHORT_RINGS = 3  # of fewer steps, one after the other, until blocks stay eager
+_TURNS = 2  # memories of gradients of weights in the tiers: one is copied, one computed into
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 Plain = Callable[..., Any]
@@ -175,7 +186,7 @@ class RecordedBlocks:
             self._rings.leave()
         if self._watch is not None and self._watch.sees_changes():
             self._forget()
-        blocks = checkpointed_blocks(model) if self._watch is None else self._live_blocks()
+        blocks = _blocks_of(model) if self._watch is None else self._live_blocks()
         for block in blocks:
             plain = vars(block).get(CHECKPOINT_FUNCTION)
             if plain is not None and not isinstance(plain, Checkpoint):
@@ -194,7 +205,7 @@ class RecordedBlocks:
 
     def recorded(self, block: nn.Module, function: Any, args: tuple) -> Callable[[], Any] | None:
         """Return a replay of a call; None where it is to run eagerly."""
-        if is_watched() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if not self._captures or is_watched() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return None
         call = _Call.of(function, args)
         if call is None or not call.tensors or not all(map(is_known_memory, call.tensors)):
@@ -226,11 +237,13 @@ class RecordedBlocks:
         return functools.partial(found, call)
 
     def _record(self, block: nn.Module, call: _Call) -> "_Block | None":
-        handles = _handles_of(block)
-        found = _Block(block, call, self._memory)
-        why = self._refusal(block, handles) or found.run_eagerly(handles)
+        handles, blocks = _handles_of(block), self._live_blocks()
+        why = self._refusal(block, handles)
         if not why:
-            self._rings.open(self._live_blocks())  # before any recording: one more page ends recordings
+            found = _Block(block, call, self._memory, handles, blocks.index(block) if block in blocks else 0)
+            why = found.run_eagerly(handles)
+        if not why:
+            self._rings.open(blocks)  # before any recording: one more page ends recordings
             why = self._rings.refusal_of(block)
         if why:
             self._eager(why)
@@ -253,6 +266,11 @@ class RecordedBlocks:
             return why
         if any(isinstance(handle, Weight) and handle.held.hosts for handle in handles):
             return "the CPU computes products of one"
+        trained = [handle for handle in handles if isinstance(handle, FullWeight)]
+        if len(set(trained)) < len(trained):
+            return "one uses a weight twice, whose gradients the host adds"
+        if not all(handle.keys and handle.streams for handle in trained):
+            return "weights of one train where it computes"
         if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in block.modules()):
             return "one has hooks"
         return ""
@@ -313,7 +331,8 @@ class _Rings:
             self.refusal = f"the pages of one move: their room was needed otherwise {self._short} times, too soon"
             return
         keys = [[key for handle in handles for key in handle.keys] for handles in whole]
-        leases = (_lease_bytes(handle) for handle in weights_in(self._stack) if handle.streams)
+        leases = [_lease_bytes(handle) for handle in weights_in(self._stack) if handle.streams]
+        leases += [page.nbytes for page in list(self._stack.pages.values()) if page.passes and page.home]
         try:
             self.ring, self.refusal = BlockRing(self._stack, keys, lease_bytes=max(leases, default=0)), ""
         except TierError as error:
@@ -353,6 +372,12 @@ class _Rings:
         self.ring, self.refusal, self._opened = None, "", False
 
 
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks whose activations are checkpointed, in training, in the model's order."""
+    found = {id(block) for block in checkpointed_blocks(model)}
+    return [m for m in model.modules() if id(m) in found or (isinstance(m, HeldBlock) and m.training)]
+
+
 def _handles_of(block: nn.Module) -> list[Any]:
     return [module.handle for module in block.modules() if isinstance(module, SwappedLayer)]
 
@@ -364,7 +389,7 @@ def _why_asked(handles: Sequence[Any]) -> str:
             why = why_not_recorded(handle)
             if why:
                 return why
-        elif not isinstance(handle, Weight) or handle.spec.by_rows:
+        elif not isinstance(handle, Weight | FullWeight) or handle.spec.by_rows:
             return "one has tables in the tiers"
     return ""
 
@@ -380,10 +405,12 @@ class _Memory:
 
     Attributes:
         gone: the recordings in it were dropped.
+        read: by what memory is for: the event after which the copies that read it have ended.
     """
 
     def __init__(self) -> None:
         self.gone = False
+        self.read: dict[Hashable, torch.Event | None] = {}
         self._tensors: dict[Hashable, Tensor] = {}
         self._filled: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}
 
@@ -409,9 +436,12 @@ class _Memory:
 class _Block:
     """Two graphs of one block, for calls of one kind: its forward; and the forward again with the backward."""
 
-    def __init__(self, block: nn.Module, call: _Call, memory: _Memory) -> None:
+    def __init__(self, block: nn.Module, call: _Call, memory: _Memory, handles: Sequence[Any], number: int) -> None:
         self._block = weakref.ref(block)
-        self.parameters = [p for p in block.parameters() if p.requires_grad and is_known_memory(p)]
+        self._weights = BlockWeights([handle for handle in handles if isinstance(handle, FullWeight)])
+        self._turn = number % _TURNS
+        own = (p for p in block.parameters() if not isinstance(p, StreamedParameter))
+        self.parameters = [p for p in own if p.requires_grad and is_known_memory(p)]
         self._memory, self._call = memory, call
         self._recording: Recording | None = None
         self._places: _Places | None = None
@@ -435,10 +465,16 @@ class _Block:
         """Run the block as it will be recorded; return why it cannot be recorded, "" if it can."""
         before, self._counted = _random_state(self._device), [handle.forwards for handle in handles]
         self._routes = any(isinstance(handle, ExpertsHandle) for handle in handles)
-        outputs, gradients, why = self._run_twice(asks=self._routes)
+        if not self._asked(self._inputs):
+            return "nothing of one gets a gradient but weights in the tiers"
+        with self._weights.uncounted():
+            outputs, gradients, why = self._run_twice(asks=self._routes)
         if why:
             return why
+        if any(each is None for each in gradients[len(gradients) - len(self._weights.trained) :]):
+            return "a weight of one gets no gradient"
         if not torch.equal(before, _random_state(self._device)):
+            _set_random_state(self._device, before)
             return "one draws random numbers"
         self._eager = outputs, gradients
         return ""
@@ -474,17 +510,22 @@ class _Block:
         self._incoming = [self._memory.like(("dy", at), each) for at, each in enumerate(outputs)]
         like = [None if each is None else torch.empty_like(each) for each in gradients]
         self._gradients = [  # shared by all blocks, as they are handed on at once
-            None if each is None else self._memory.like(("dx", at), each) for at, each in enumerate(like)
+            None if each is None else self._memory.like(self._name_of(at, len(like)), each)
+            for at, each in enumerate(like)
         ]
         self._load(self._call.tensors)
         for each in self._incoming:
             each.fill_(1.0)
+        self._wait_for_copies()
         eager = [handle.forwards for handle in handles]
-        with self._recording:
+        with self._recording, self._weights.uncounted():
             self._forward = recorder.record(self._forward_again, nullcontext)
         between = [handle.forwards for handle in handles]
         captured, runs = self._checkpointed, itertools.count(1)
-        with self._recording:  # a warm-up, which needs a forward of its own; then the backward of the captured one
+        with (
+            self._recording,
+            self._weights.uncounted(),
+        ):  # a warm-up, which needs a forward of its own; then the backward of the captured one
             self._backward = recorder.record(
                 lambda: self._backward_again(captured if next(runs) == _CAPTURE else None), nullcontext
             )
@@ -511,7 +552,7 @@ class _Block:
             ):
                 return [], [], "one returns more than tensors with gradients"
             ones = [torch.ones_like(each) for each in outputs]
-            return outputs, _gradients_of(outputs, self._asked(inputs), ones), ""
+            return outputs, self._differentiated(outputs, self._asked(inputs), ones, _new_gradient), ""
 
     def _forward_again(self) -> None:
         inputs = self._leaves(self._inputs)
@@ -529,11 +570,42 @@ class _Block:
             self._forward_again()
             captured = self._checkpointed
         asked, outputs = captured
+        places = dict(zip(self._weights.trained, self._of_weights(self._gradients), strict=True))
         with leasing_all():
-            gradients = _gradients_of(outputs, asked, self._incoming)
+            gradients = self._differentiated(outputs, asked, self._incoming, places.__getitem__)
         for kept, each in zip(self._gradients, gradients, strict=True):
-            if kept is not None:
+            if kept is not None and kept is not each:
                 kept.copy_(each)
+
+    def _differentiated(
+        self,
+        outputs: Sequence[Tensor],
+        asked: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        place: Callable[[FullWeight], Tensor],
+        *,
+        create_graph: bool = False,
+    ) -> list[Tensor | None]:
+        """Return gradients of what is asked, then of the weights in the tiers, computed where `place` says."""
+        found: dict[FullWeight, Tensor] = {}
+        with collecting(lambda weight: found.setdefault(weight, place(weight))):
+            gradients = _gradients_of(outputs, asked, incoming, create_graph=create_graph)
+        return [*gradients, *(found.get(weight) for weight in self._weights.trained)]
+
+    def _of_weights(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return those of the weights in the tiers, which are the last ones."""
+        return list(gradients[len(gradients) - len(self._weights.trained) :])
+
+    def _name_of(self, gradient: int, count: int) -> Hashable:
+        """Return the name of a gradient's memory. Copies to the host read those of weights in the tiers while the next
+        block computes its own."""
+        return ("dx", gradient) if gradient < count - len(self._weights.trained) else ("dw", self._turn, gradient)
+
+    def _wait_for_copies(self) -> None:
+        """Have the current stream wait for the copies of gradients in this block's memory."""
+        event = self._memory.read.pop(self._turn, None)
+        if event is not None:
+            event.wait(accelerator.current_stream(self._device))
 
     def _asked(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What gets gradients: the inputs that want one, then the parameters."""
@@ -574,6 +646,7 @@ class _Block:
 
     def _launch(self, graph: Recorded, kind: str) -> bool:
         """Replay a graph; False if its pages have moved."""
+        self._weights.settle()
         if self._places is None:
             graph.replay()
             return True
@@ -581,34 +654,48 @@ class _Block:
 
     def __call__(self, call: _Call) -> Any:
         """The block's results, whose gradients come from the recorded backward."""
-        outputs = _Replayed.apply(self, call, *call.tensors, *self.parameters)
+        outputs = _Replayed.apply(self, call, *call.tensors, *self.parameters, *self._weights.parameters)
         return tree_unflatten(list(outputs), self.form)
 
-    def forward(self, call: _Call, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Replay the forward, or compute it eagerly where pages have moved since the last `holds`."""
+    def forward(self, ctx: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay the forward, or compute it eagerly where pages have moved since the last `holds`. ctx: of `_Replayed`,
+        which gets the versions of the weights that it computed with."""
         self._load(tensors)
         if not self._launch(self._forward, "forward"):
-            with self._as_called():
-                return tuple(call.run(tensors)[0])
-        for handle, forwards, _ in self._added:
-            handle.count_replays(forwards)
-        return tuple(each.clone() for each in self._outputs)
+            with self._weights.uncounted(), self._as_called():
+                outputs = tuple(ctx.call.run(tensors)[0])
+        else:
+            for handle, forwards, _ in self._added:
+                handle.count_replays(forwards)
+            outputs = tuple(each.clone() for each in self._outputs)
+        ctx.versions = self._weights.begin_forward()
+        return outputs
 
-    def backward(self, call: _Call, tensors: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the inputs that want one, then of the parameters: replayed, or eagerly once pages have moved."""
+    def backward(self, ctx: Any, tensors: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the inputs that want one, then of the parameters: replayed, or eagerly once pages have moved.
+        Those of weights in the tiers go to the host."""
         twice = torch.is_grad_enabled()  # create_graph
+        self._weights.check(ctx.versions)
+        asked = self._weights.wanted(ctx, ctx.inputs + len(self.parameters))
         if not twice and self.holds():
             self._load(tensors)
             for target, each in zip(self._incoming, incoming, strict=True):
                 target.copy_(each)
+            self._wait_for_copies()
             if self._launch(self._backward, "backward"):
                 for handle, _, again in self._added:
                     handle.count_replays(again)
-                return [None if each is None else each.clone() for each in self._gradients]
+                self._memory.read[self._turn] = self._weights.hand_on(self._of_weights(self._gradients), asked)
+                others = self._gradients[: len(self._gradients) - len(self._weights.trained)]
+                return [None if each is None else each.clone() for each in others]
         inputs = list(tensors) if twice else self._leaves(tensors)
         with torch.enable_grad(), self._as_called():
-            outputs, _ = call.run(inputs)
-            return _gradients_of(outputs, self._asked(inputs), incoming, create_graph=twice)
+            outputs, _ = ctx.call.run(inputs)
+            gradients = self._differentiated(outputs, self._asked(inputs), incoming, _new_gradient, create_graph=twice)
+        copied = self._weights.hand_on(self._of_weights(gradients), asked)
+        if copied is not None:  # before their memory is used again
+            copied.wait(accelerator.current_stream(self._device))
+        return gradients[: len(gradients) - len(self._weights.trained)]
 
     def _load(self, tensors: Sequence[Tensor]) -> None:
         for at, (target, source) in enumerate(zip(self._inputs, tensors, strict=True)):
@@ -629,14 +716,15 @@ class _Replayed(Function):
         leaves = tuple(map(_without_memory, call.leaves))  # autograd holds the inputs, and frees them
         ctx.block, ctx.call, ctx.inputs = block, call._replace(tensors=(), leaves=leaves), len(inputs)
         ctx.save_for_backward(*inputs)
-        return block.forward(call, inputs)
+        return block.forward(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.block.backward(ctx.call, ctx.saved_tensors, incoming)
+        gradients = ctx.block.backward(ctx, ctx.saved_tensors, incoming)
         of_inputs = dict(zip(ctx.block.wanting, gradients, strict=False))
         rest = gradients[len(ctx.block.wanting) :]
-        return None, None, *(of_inputs.get(at) for at in range(ctx.inputs)), *rest
+        trained = (None,) * (len(ctx.needs_input_grad) - 2 - ctx.inputs - len(rest))
+        return None, None, *(of_inputs.get(at) for at in range(ctx.inputs)), *rest, *trained
 
 
 def _gradients_of(
@@ -644,6 +732,10 @@ def _gradients_of(
 ) -> list[Tensor | None]:
     with torch.autograd.set_multithreading_enabled(False):  # leases belong to the thread that records
         return list(torch.autograd.grad(outputs, asked, incoming, allow_unused=True, create_graph=create_graph))
+
+
+def _new_gradient(weight: FullWeight) -> Tensor:
+    return torch.empty(weight.spec.weight_shape, dtype=torch.bfloat16, device=weight.device)
 
 
 def _without_memory(leaf: Any) -> Any:
@@ -656,6 +748,13 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype]:
 
 def _random_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _alike(want: Tensor | None, got: Tensor | None) -> bool:

@@ -36,7 +36,7 @@ class Places(NamedTuple):
     nbytes: int
 
 
-def divide_room(blocks: Sequence[Mapping[str, int]], room_bytes: int) -> Places | None:
+def divide_room(blocks: Sequence[Mapping[str, int]], room_bytes: int, *, stay: bool = True) -> Places | None:
     """Divide room among pages that stay and `REGIONS` regions as large as what the most streamed block streams.
 
     Staying pages are spread over the blocks, since one block that streams more than the others waits for the link. Of
@@ -45,11 +45,14 @@ def divide_room(blocks: Sequence[Mapping[str, int]], room_bytes: int) -> Places 
     Args:
         blocks: bytes of each block's pages, by key.
         room_bytes: for all of them.
+        stay: False: all pages stream, and room beside the regions is left.
 
     Returns:
         None if the room is too small for two regions.
     """
     sizes = {key: size for block in blocks for key, size in block.items()}
+    if not stay:
+        return _laid_out(blocks, [], sizes) if _used_bytes(blocks, set(), sizes) <= room_bytes else None
     ranked = [sorted(block, key=block.__getitem__) for block in blocks]  # small ones stay: they fill room best
     rests = {sum(sizes[key] for key in keys[stay:]) for keys in ranked for stay in range(len(keys) + 1)}
     best, fewest = None, 0
@@ -117,6 +120,11 @@ class RegionOrder:
         self._ahead: set[int] = set()  # prefetched, not visited yet
         self._next: dict[tuple[int, Hashable], int] = {}
         self._last: tuple[int, Hashable] | None = None
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks in the regions."""
+        return [block for block in self._held if block is not None]
 
     def holds(self, block: int) -> bool:
         """True if a block is in its region."""

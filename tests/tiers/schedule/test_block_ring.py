@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import threading
 import weakref
 
 import pytest
@@ -132,16 +133,84 @@ def test_a_launch_that_raises_leaves_the_pages(stack):
 def test_an_interrupted_copy_is_repeated(stack, monkeypatch):
     ring = ring_of(stack)
     views = leased(stack, ring, 1, BLOCKS[1])
-    copies = ring._copies[1]
+    bring = ring._bring
 
-    def interrupted():
-        raise KeyboardInterrupt
+    def interrupted(slot, page, block):
+        if page.key == BLOCKS[1][-1]:
+            raise KeyboardInterrupt
+        bring(slot, page, block)
 
-    ring._copies[1] = [*copies[:-1], interrupted]
+    monkeypatch.setattr(ring, "_bring", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ring.run(1, "forward", pytest.fail)
-    ring._copies[1] = copies
+    monkeypatch.setattr(ring, "_bring", bring)
     assert ring.run(1, "forward", lambda: check(BLOCKS[1], views))
+
+
+# -- pages that are rewritten -----------------------------------------------------------------------------------------
+
+
+def rewrite(stack, key):
+    with stack.rewriter.rewriting(key) as page:
+        page.add_(1)
+
+
+def values(views):
+    return [view["weight"].clone() for view in views]
+
+
+@pytest.fixture
+def trained(stack):
+    stack.rewriter.prepare()
+    return stack
+
+
+def test_a_rewritten_page_is_brought_anew(trained):
+    ring = ring_of(trained)
+    assert not ring._places.staying
+    views = [leased(trained, ring, block, keys) for block, keys in enumerate(BLOCKS)]
+    for kind, blocks in [("forward", range(4)), ("backward", range(3, -1, -1))] * 2:
+        for block in blocks:
+            assert ring.run(block, kind, list)
+    before, moved = values(views[0]), trained.pages["0.a"].bytes_moved["cpu>gpu"]
+    rewrite(trained, "0.b")
+    assert ring.run(0, "forward", lambda: None)
+    after = values(views[0])
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1] + 1)
+    assert ring.run(0, "forward", lambda: None)
+    assert trained.pages["0.a"].bytes_moved["cpu>gpu"] == moved + UNIT  # once
+
+
+def test_pages_that_exchange_their_memory_are_brought_from_where_they_are(trained):
+    other = add(trained, "other", SIZES["b"], "cpu")
+    assert other is not None
+    ring = ring_of(trained)
+    views = leased(trained, ring, 0, BLOCKS[0])
+    seen = []
+    for _ in range(3):
+        assert trained.rewriter.exchange("0.b", "other", list)
+        assert ring.run(0, "forward", lambda: seen.append(values(views)[1]))
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+
+
+def test_a_run_waits_for_a_rewrite_that_is_due_and_a_prefetch_leaves_it_out(trained):
+    ring, step = ring_of(trained), object()
+    for _ in range(2):
+        for block in range(4):
+            assert ring.run(block, "forward", list)
+    trained.rewriter.expect(["1.a"], step)
+    assert ring.run(0, "forward", list) and not ring._order.holds(1)
+    rewrites = threading.Timer(0.2, lambda: (rewrite(trained, "1.a"), trained.rewriter.forgo(["1.a"], step)))
+    views, seen = leased(trained, ring, 1, BLOCKS[1]), []
+    rewrites.start()
+    assert ring.run(1, "forward", lambda: seen.append(values(views)[0]))
+    rewrites.join()
+    assert torch.equal(seen[0].view(torch.uint8), trained.rewriter.peek("1.a").view(seen[0].shape))
+
+
+def test_a_page_that_is_rewritten_where_kernels_read_it_is_refused(trained):
+    with pytest.raises(TierError, match="home: rewritten where kernels read it"):
+        BlockRing(trained, [[*BLOCKS[0], "home"], BLOCKS[1]], lease_bytes=0)
 
 
 def test_a_budget_without_room_for_two_blocks_is_refused_by_name(stack):

@@ -11,12 +11,16 @@ has three a page. Here a block's pages stay until its graph has run: two copies 
 the pages that stay (`vbrt/residency/block_regions.py` divides the room). Blocks may run in any order; one that recurs
 is prefetched, on the copy stream, while the block before it computes.
 
+Pages that train are rewritten at home: a run waits for the rewrites of its pages that are due, and brings anew what was
+rewritten since. Nothing of such pages stays, and a block is not prefetched while one of its pages is due.
+
 The ring is one page of the computing tier, within its budget, and leaves the policy room for two of the largest leases,
 with which eager passes stream all pages. It is given back, for good, as soon as a page is added, gets another home, or
 the tier another budget.
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -27,10 +31,12 @@ from vbrt.errors import TierError
 from vbrt.formats.page import build_layout, unpack
 from vbrt.residency.block_regions import REGIONS, RegionOrder, divide_room
 from vbrt.tiers.schedule.stream_link import Started, link_of
+from vbrt.tiers.stack.bounded_waits import Waiting
 from vbrt.tiers.stack.page_counters import Tally
 from vbrt.tiers.stack.page_stack import PageStack
 from vbrt.tiers.stack.scheduling import LeasedTensors
 from vbrt.tiers.stack.slots import Owner, Page, detour, slot_below
+from vbrt.tiers.storage.memory_tiers import Buffer
 
 __all__ = ["BlockPlaces", "BlockRing", "refusal"]
 
@@ -38,14 +44,16 @@ _LEASES = 2  # of the largest size, left for passes that lease: one in use, one 
 _STAYING = REGIONS  # the link's slot of pages that stay
 _numbers = itertools.count()
 
+_Place = tuple[int | None, Page]  # the number of a block that streams, and a page of it
+
 
 def refusal(stack: PageStack, keys: Sequence[str]) -> str:
     """Return why these pages cannot stream into a ring, naming the first such page; "" if they can."""
-    if stack.ledger.rewrites:
-        return "weights train, so pages are rewritten at home"
     for key in keys:
         page = stack.pages.get(key)
         why = detour(stack.ledger, page)
+        if not why and stack.ledger.rewrites and not page.home:
+            why = "rewritten where kernels read it"
         if not why and page.home and stack.levels[0].brings(slot_below(stack.ledger, page)):
             why = "copied over several links"
         if why:
@@ -105,7 +113,8 @@ class BlockRing:
                 loan.give_back()  # before free bytes are asked for
             pages = [[stack.pages[key] for key in keys if stack.pages[key].home] for keys in blocks]
             room = self._level.free_bytes - _LEASES * lease_bytes
-            places = divide_room([{page.key: page.nbytes for page in block} for block in pages], room)
+            sizes = [{page.key: page.nbytes for page in block} for block in pages]
+            places = divide_room(sizes, room, stay=not stack.ledger.rewrites)
             if places is None:
                 largest = max(sum(page.nbytes for page in block) for block in pages)
                 raise TierError(
@@ -133,11 +142,9 @@ class BlockRing:
                 self._room = self._level.slots[self._key].room
                 self._link = link_of(self._level.stream, REGIONS + 1)
                 self._sources = {page.key: slot_below(stack.ledger, page) for own in pages for page in own}
+                self._starts: dict[_Place, weakref.WeakKeyDictionary[Buffer, Started]] = {}
+                self._brought: dict[_Place, int] = {}  # number of the page's rewrites then
                 self._bring_staying()
-                self._copies = [
-                    [self._copy(block.number % REGIONS, page, block) for page in block.streamed]
-                    for block in self._streaming
-                ]
                 self._changes = stack.ledger.changes
             stack.ledger.loans.add(self)
 
@@ -167,30 +174,38 @@ class BlockRing:
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
-    def _copy(self, slot: int, page: Page, block: _Block) -> Started:
-        return self._link.copying(slot, self._place(page, block), self._sources[page.key].view)
+    def _bring(self, slot: int, page: Page, block: _Block) -> None:
+        """Copy a page to its place. A rewritten page may have exchanged its memory with another one's."""
+        source = self._sources[page.key]
+        starts = self._starts.setdefault((block.number, page), weakref.WeakKeyDictionary())
+        start = starts.get(source.room)
+        if start is None:
+            start = starts[source.room] = self._link.copying(slot, self._place(page, block), source.view)
+        start()
+        self._brought[block.number, page] = page.rewrites
+        link = f"{source.tier.name}>{self._level.tier.name}"
+        for counted in _counters(page):
+            counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + page.nbytes
 
     def _bring_staying(self) -> None:
         staying = {page: block for block in self._blocks for page in block.staying}
         self._link.computed()
         for page, block in staying.items():
-            self._copy(_STAYING, page, block)()
-            self._count_moved(page)
+            self._bring(_STAYING, page, block)
         self._link.wait(_STAYING)
         self._fence(staying)
 
     def _load(self, number: int, *, ahead: bool) -> None:
         self._order.empty(number)
         self._link.computed()
-        for page, start in zip(self._streaming[number].streamed, self._copies[number], strict=True):
-            start()
-            self._count_moved(page)
+        for page in self._streaming[number].streamed:
+            self._bring(number % REGIONS, page, self._streaming[number])
         self._order.fill(number, ahead=ahead)
 
-    def _count_moved(self, page: Page) -> None:
-        link = f"{self._sources[page.key].tier.name}>{self._level.tier.name}"
-        for counted in _counters(page):
-            counted.bytes_moved[link] = counted.bytes_moved.get(link, 0) + page.nbytes
+    def _drop_rewritten(self) -> None:
+        for number in self._order.held:
+            if any(self._brought[number, page] != page.rewrites for page in self._streaming[number].streamed):
+                self._order.empty(number)
 
     def _fence(self, pages: Iterable[Page]) -> None:
         self._link.fence([self._room], (), [self._sources[page.key].room for page in pages])
@@ -208,25 +223,38 @@ class BlockRing:
         Args:
             kind: of the run, such as "backward": which block comes next depends on it.
         """
-        of = self._blocks[block]
-        with self._stack.guard.lock:
-            if not self.holds():
-                return False
-            link = self._link
-            if not link.follows():
-                before = link.compute
-                link.follow()
-                link.compute.wait_stream(before)
-            loads = [] if of.number is None else self._order.visit(of.number, kind)
-            try:
-                self._count(of, loads)
-                for number in loads:
-                    self._load(number, ahead=number != of.number)
-                if of.number is not None:
-                    link.wait(of.number % REGIONS)
-                launch()
-            finally:
-                self._fence([page for number in loads for page in self._streaming[number].streamed])
+        of, waiting = self._blocks[block], None
+        while True:
+            with self._stack.guard.lock:
+                due = next((page for page in of.streamed if page.due), None)
+                if due is None or not self.holds():
+                    return self._run(of, kind, launch)
+                bell = self._stack.guard.listen()
+            waiting = waiting or Waiting(self._stack.ledger, due.key, "its rewriting", by_step=True)
+            waiting.look(bell)
+
+    def _run(self, of: _Block, kind: Hashable, launch: Callable[[], object]) -> bool:
+        """Run a block none of whose pages is due; call it under the lock."""
+        if not self.holds():
+            return False
+        link = self._link
+        if not link.follows():
+            before = link.compute
+            link.follow()
+            link.compute.wait_stream(before)
+        if self._stack.ledger.rewrites:
+            self._drop_rewritten()
+        loads = [] if of.number is None else self._order.visit(of.number, kind)
+        loads = [each for each in loads if not any(page.due for page in self._streaming[each].streamed)]
+        try:
+            self._count(of, loads)
+            for number in loads:
+                self._load(number, ahead=number != of.number)
+            if of.number is not None:
+                link.wait(of.number % REGIONS)
+            launch()
+        finally:
+            self._fence([page for number in loads for page in self._streaming[number].streamed])
         return True
 
     def _count(self, block: _Block, loads: Sequence[int]) -> None:
@@ -253,7 +281,7 @@ class BlockRing:
                 return
             self.ended = True
             self._leases.clear()  # views, which would keep the memory
-            self._copies, self._room = [], None
+            self._starts, self._room = {}, None
         self._stack.ledger.loans.discard(self)
         self._stack.retire(self._owner)
         self._stack.retire_unowned()

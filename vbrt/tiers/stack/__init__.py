@@ -26,7 +26,7 @@ ahead and the link always has the next copies queued, around the end of a pass i
 lease and no copy of it begins, and what has begun is waited for. After the update its copies above are refreshed in
 their slots, so no policy notices, and live counts equal what `simulate` gives for a model that never changes. A store
 gets a new file, which takes the old one's place. What an evicted copy still feeds is refreshed as well. Programmes
-would copy without asking: there are none in such a stack.
+would copy without asking: there are none in such a stack. A ring of blocks asks, and brings anew what was rewritten.
 
 **Put pages** (`device_arena.py`): kernels read an arena and its sources by address, so no budget and no rehoming moves
 them while the arena's owner holds its claim. They do not count as travellers, so layers beside them may be captured.
@@ -34,7 +34,8 @@ Arenas whose addresses kernels read from a table are *unseen*: they come and go 
 so that captures stay valid.
 
 **Loans** (`ledger.loans`): room of the computing tier that a schedule fills itself, one page with its home there. It is
-asked back before any page gets a home or a tier another budget, so nothing that decides about homes knows of loans.
+asked back before any page gets a home, but for unseen ones below the top, or a tier another budget, so nothing that
+decides about homes knows of loans.
 
 **Counters** (`page_counters.py`, `page_census.py`): a layer of experts has thousands of pages, so its pages share a
 `Tally`, to which a lease adds once. The census of pages is taken again only after a page was added, rehomed or retired,

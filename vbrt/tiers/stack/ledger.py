@@ -75,7 +75,7 @@ class Ledger:
         torn: True while the ledger is written, and after a block that an exception has left.
         recording: the open CUDA graph capture of a pass; None without one.
         running: the run that serves leases; None without one.
-        loans: room of the top tier outside the policy; given back before a page gets a home.
+        loans: room of the top tier outside the policy; given back before a page gets a home, but for unseen ones below.
         programmes: starts and ends runs; a stack sets it.
         catch_up: `Decider.catch_up`; a stack sets it.
         encoding: lock: one weight is encoded, and one page given a home, at a time.

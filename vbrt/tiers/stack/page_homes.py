@@ -55,7 +55,7 @@ class Homes:
         page.bytes_moved = ledger.links(page.home)
         page.owners.add(owner.claim)
         with ledger.encoding:
-            self._begin()
+            self._begin(lent=not (page.unseen and page.home))
             with self._guard.lock:
                 ledger.check_open(key)
                 self._decider.catch_up()
@@ -130,10 +130,11 @@ class Homes:
                     copy.level.evict(page.key)
             level.evict(page.key)
 
-    def _begin(self) -> None:
-        """Complete or roll back an interrupted migration, and have lent room given back."""
+    def _begin(self, *, lent: bool = True) -> None:
+        """Complete or roll back an interrupted migration, and have lent room given back, unless a page needs none of
+        the top tier (`lent`)."""
         self._finish()
-        for loan in list(self._ledger.loans):
+        for loan in list(self._ledger.loans) if lent else ():
             loan.give_back()
 
     def _finish(self) -> None:

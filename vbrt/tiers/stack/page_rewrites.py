@@ -180,6 +180,7 @@ class Rewriter:
                 if busy is None:
                     for page in pages:
                         page.writer = threading.get_ident()
+                        page.rewrites += 1
                     return pages
                 bell = self._guard.listen()
             waiting = waiting or Waiting(self._ledger, busy.key, "leases and copies of it that began before")

@@ -56,6 +56,7 @@ class Page:
         readers: slots that are being filled from the page.
         refreshed: copies that are held for a refresh after a rewrite.
         writer: thread that rewrites the page; 0 without one.
+        rewrites: number of rewrites that have begun.
     """
 
     key: str
@@ -71,6 +72,7 @@ class Page:
     refreshed: "list[Slot]" = field(default_factory=list)
     due: "set[object]" = field(default_factory=set)
     writer: int = 0
+    rewrites: int = 0
     borrowers: "set[Borrower]" = field(default_factory=set)
     readers: "set[Slot]" = field(default_factory=set)
     hits: int = 0

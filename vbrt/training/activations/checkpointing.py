@@ -8,10 +8,13 @@ A block's class is swapped in place for a subclass whose `__call__` goes through
 (`use_reentrant=False`: RNG states and autocast are restored for the recomputation, hooks and compiled forwards of the
 block run inside). Recomputation repeats the same operations, so losses and gradients equal those of "keep" bit for bit.
 
+A block that computes again may be replayed instead, as graphs that do the same: `Activations.replay`.
+
 With a byte budget for `activations`, the first pass offloads and measures each kind of block; from the second pass on
 `choose` fills the budget.
 """
 
+import contextlib
 import functools
 import weakref
 from collections import Counter
@@ -70,7 +73,13 @@ class Activations:
         blocks: in execution order; changed in place.
         kinds: a number per block; blocks of one kind keep the same amount.
         offload: target of inputs; None: inputs stay, as on a CPU.
+
+    Attributes:
+        replay: returns what replays a block's call, of a function and its positional arguments, and keeps its inputs
+            alone for the backward pass; None where it is to run eagerly. See `vbrt.model.recorded_blocks`.
     """
+
+    replay: Callable[[nn.Module, functools.partial, tuple], Callable[[], Any] | None] | None = None
 
     def __init__(
         self, asked: str | int, blocks: Sequence[nn.Module], kinds: Sequence[int], offload: Offload | None
@@ -105,10 +114,14 @@ class Activations:
             mode = mode if again else KEEP
         if mode == KEEP:
             return self._kept(block, nbytes, call, args, kwargs)
-        if mode == OFFLOAD and self.offload is not None and not torch.compiler.is_compiling():
-            with self.offload.hooks():
-                return _checkpointed(block, call, args, kwargs)
-        return _checkpointed(block, call, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _checkpointed(block, call, args, kwargs)
+        recorded = None
+        if self.replay is not None and not _checkpoints_itself(block):
+            recorded = self.replay(block, functools.partial(call, **kwargs), args)
+        offloads = mode == OFFLOAD and self.offload is not None
+        with self.offload.hooks() if offloads else contextlib.nullcontext():
+            return _checkpointed(block, call, args, kwargs) if recorded is None else recorded()
 
     def stats(self) -> ActivationStats | None:
         """Return the counters; None for "keep"."""
@@ -225,9 +238,13 @@ def _input_bytes(args: tuple, kwargs: dict[str, Any]) -> int:
     return next((value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
 
 
+def _checkpoints_itself(block: nn.Module) -> bool:
+    return getattr(block, "gradient_checkpointing", False) or getattr(block, "use_checkpoint", False)
+
+
 def _checkpointed(block: nn.Module, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a block under torch's checkpoint; leave one that checkpoints itself alone."""
-    if getattr(block, "gradient_checkpointing", False) or getattr(block, "use_checkpoint", False):
+    if _checkpoints_itself(block):
         return call(*args, **kwargs)
     given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
     rest = {name: value for name, value in kwargs.items() if name not in given}

@@ -16,7 +16,8 @@ gradients.
 
 **Updates** (`optimizer_update.py`). `optimizer.step()` submits each weight's gradient and returns; a lease of the
 weight waits until its update is stored. Updates run in the order of the next forward, so the last layers' overlap with
-it. One thread iterates over the weights, a team of C threads shares the parts of one. An error is raised at the next
+it. A team of C threads shares the parts of one weight at a time; of two threads one is in that call, while the other
+takes the pages of the next weight, in Python. An error is raised at the next
 wait, and the update is retried at the wait after it; gradients are kept until their weight is stored, so a step is
 completed and nothing is updated twice. Updates never run in the waiting thread, so Ctrl-C leaves no weight half
 updated. State in files uses two more threads: read-ahead for three weights, verified, and write-behind to a new file
@@ -52,6 +53,11 @@ are stepped there by torch.
 
 **Gradients** (`host_gradients.py`) are copied D2H through two buffers on the GPU, the only memory of a weight's size
 besides the ring. `vb.stepping()` around the last backward pass updates each weight once its gradient is complete.
+
+**Recorded blocks** (`block_weights.py`, `vbrt/model/recorded_blocks.py`). Seven leases, products and gradients a block,
+three times a step, are a tenth of a millisecond of Python each, which holds up the GPU below 16,000 tokens. So a block
+whose activations are checkpointed is replayed as CUDA graphs, which read all its pages in a ring of blocks and compute
+its gradients into memory that every second block shares; from there they go to the host as those of eager layers do.
 
 **Routed experts** (`full_experts.py`): each stacked parameter, [experts, N, K], is one weight. Not implemented: a page
 per expert. It pays if a step's tokens touch few experts: with 128 experts, eight per token, evenly spread, 16 tokens

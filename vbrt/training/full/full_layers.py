@@ -6,7 +6,8 @@ it refuses a weight updated after the forward.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,34 @@ from vbrt.libraries.torch_api import will_execute
 from vbrt.tiers.stack.pass_counts import in_backward
 from vbrt.training.full.full_weight import FullWeight, graphs_end_here
 
-__all__ = ["FullLayer", "FullLinear", "check_assigns", "check_held", "check_same", "check_version", "wanted"]
+__all__ = [
+    "FullLayer",
+    "FullLinear",
+    "check_assigns",
+    "check_held",
+    "check_same",
+    "check_version",
+    "collecting",
+    "wanted",
+]
+
+
+class _Here(threading.local):
+    place: Callable[[FullWeight], Tensor] | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def collecting(place: Callable[[FullWeight], Tensor]) -> Iterator[None]:
+    """Context in which backward passes of this thread compute gradients of weights into memory of the caller's, and
+    send none to the host. `place`: returns a weight's memory, bf16 in its shape on the computing device."""
+    before, _here.place = _here.place, place
+    try:
+        yield
+    finally:
+        _here.place = before
 
 
 class FullLayer(SwappedLayer):
@@ -205,10 +233,14 @@ class _Streamed(Function):
             with handle.lease() as weight:
                 check_same(ctx)
                 dx = dy.matmul(weight.t() if handle.spec.transposed else weight)
-        if ctx.needs_input_grad[0] and wanted(ctx, handle):
+        if ctx.needs_input_grad[0] and (_here.place or wanted(ctx, handle)):
             dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
             one, two = (x_MK, dy_MN) if handle.spec.transposed else (dy_MN, x_MK)
-            handle.outlet.send(handle.gradient, handle.spec.weight_shape, lambda out: torch.mm(one.t(), two, out=out))
+            if _here.place:
+                torch.mm(one.t(), two, out=_here.place(handle))
+            else:
+                shape = handle.spec.weight_shape
+                handle.outlet.send(handle.gradient, shape, lambda out: torch.mm(one.t(), two, out=out))
         if ctx.needs_input_grad[2]:
             dbias = sum_rows(dy).to(ctx.bias_dtype)
         return None, dx, dbias, None

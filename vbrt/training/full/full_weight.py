@@ -25,7 +25,7 @@ from vbrt.layers.weights.weight_encoding import Planes
 from vbrt.layers.weights.weight_spec import HandleSpec
 from vbrt.libraries.torch_api import moves_in_place
 from vbrt.residency.plan import PageSpec
-from vbrt.tiers import Lease, Owner, TierStack
+from vbrt.tiers import Owner, TierStack
 from vbrt.training.full.host_gradients import Gradient, Outlet
 from vbrt.training.full.optimizer_update import Updater, WeightState, split_master
 from vbrt.training.full.streamed_parameter import StreamedParameter
@@ -152,9 +152,9 @@ class FullWeight(PagesHandle):
             self._spares += 1  # an older spare may still be in use
             ahead = f"ahead.{self._spares}"
             owner = Owner(stack)
-            high = stack.add(f"{page.key}.{ahead}", page.layout, homes[1], _as_it_is, owner)
+            high = stack.add(f"{page.key}.{ahead}", page.layout, homes[1], _as_it_is, owner, unseen=True)
             high.passes = False
-            memory = StatePage(stack, f"{self.name}#state.{ahead}", state.memory.layout, homes[0], {})
+            memory = StatePage(stack, f"{self.name}#state.{ahead}", state.memory.layout, homes[0], {}, unseen=True)
             state.spare = Spare(memory, (high, owner), memory.nbytes + page.nbytes)
         return True
 
@@ -229,7 +229,7 @@ class FullWeight(PagesHandle):
         """
         self.check_pages()
         self.settle()
-        with Lease(self.stack, self.keys) as (tensors,):
+        with self.stack.lease(self.keys) as (tensors,):
             yield tensors["weight"]
 
     # -- compute ------------------------------------------------------------------------------------------------------

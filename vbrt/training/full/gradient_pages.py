@@ -92,13 +92,13 @@ class GradientPages:
         budget)."""
         stack, last = self._stack, self._stack.levels[-1].tier
         if last.memory or last.name == self._home:
-            return stack.add(key, layout, self._home, _as_it_is, self._owner)
+            return stack.add(key, layout, self._home, _as_it_is, self._owner, unseen=True)
         with stack.encoding:
             if layout.nbytes <= stack.ledger.spare_bytes(self._home):
-                return stack.add(key, layout, self._home, _as_it_is, self._owner)
+                return stack.add(key, layout, self._home, _as_it_is, self._owner, unseen=True)
         reason = f"{key}: its home in the {self._home} tier has no room; it lives in files, which is slower"
         self.fallbacks.append(reason)
-        return stack.add(key, layout, last.name, _as_it_is, self._owner)
+        return stack.add(key, layout, last.name, _as_it_is, self._owner, unseen=True)
 
 
 def _as_it_is(page: Tensor) -> None:

@@ -17,7 +17,7 @@ import math
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -434,20 +434,52 @@ class Outlet:
 
     def send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
         """Compute a gradient (bf16) and accumulate it into a weight's."""
+        if not accelerator.has_streams(self._device):
+            self._send_here(gradient, shape, compute)
+            return
+        if not self._buffers:
+            self._open()
+        place, self._next = self._next, (self._next + 1) % _BUFFERS
+        current = accelerator.current_stream(self._device)
+        left = self._left[place]
+        if left is not None:
+            current.wait_event(left)
+        dw = self._buffers[place][: math.prod(shape)].view(shape)
+        compute(dw)
+        self._stream.wait_event(current.record_event())
+        self._left[place] = self._send(gradient, dw)
+
+    def send_computed(self, gradients: Sequence[tuple[Gradient, Tensor]]) -> torch.Event | None:
+        """Accumulate gradients (bf16) that the current stream computes; return the event after which their memory may
+        be overwritten, None: now."""
+        if not accelerator.has_streams(self._device):
+            for gradient, dw in gradients:
+                self._send_here(gradient, tuple(dw.shape), lambda out, dw=dw: out.copy_(dw))
+            return None
+        if not self._buffers:
+            self._open()
+        self._stream.wait_event(accelerator.current_stream(self._device).record_event())
+        event = None
+        for gradient, dw in gradients:
+            event = self._send(gradient, dw)
+        return event
+
+    def _send_here(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute) -> None:
         arising = gradient.arising()
-        whole = gradient.whole if arising.last else None
-        streams = accelerator.has_streams(self._device)
-        if streams:
-            first = self._send(gradient, shape, compute, arising)
-        else:
-            with self._here:  # serializes backward passes of several threads
-                first = self._add_here(gradient, shape, compute, arising)
-        if whole is not None:
-            self._waiting.put(whole) if streams else whole()
-        elif arising.last and first is not None and gradient.ahead is not None:
-            arrived = gradient.ahead(Complete(first, arising.key))
-            if arrived is not None:
-                self._waiting.put(functools.partial(_after, gradient.arrival, arrived)) if streams else arrived()
+        with self._here:  # serializes backward passes of several threads
+            first = self._add_here(gradient, shape, compute, arising)
+        begins = self._completed(gradient, arising, first)
+        if begins is not None:
+            begins()
+
+    @staticmethod
+    def _completed(gradient: Gradient, arising: Arising, first: Tensor | None) -> Callable[[], None] | None:
+        """Return what is to be called once a gradient is on the host, if anything."""
+        if arising.last and gradient.whole is not None:
+            return gradient.whole
+        if arising.last and first is not None and gradient.ahead is not None:
+            return gradient.ahead(Complete(first, arising.key))
+        return None
 
     @property
     def device_bytes(self) -> int:
@@ -461,30 +493,24 @@ class Outlet:
             self._waiting.put(done.set)
             done.wait()
 
-    def _send(self, gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> Tensor | None:
-        """Compute a gradient, and begin its copy; return its memory if it is a step's first."""
-        if not self._buffers:
-            self._open()
-        place, self._next = self._next, (self._next + 1) % _BUFFERS
-        current = accelerator.current_stream(self._device)
-        left = self._left[place]
-        if left is not None:
-            current.wait_event(left)
-        elements = math.prod(shape)
-        dw = self._buffers[place][:elements].view(shape)
-        compute(dw)
-        self._stream.wait_event(current.record_event())
-        target = gradient.begin_(shape, arising)
-        if target is not None:
-            self._left[place] = self._copied(target, dw)
-            gradient.arrives(self._left[place])
-            return target
-        staging = self._staging.get()
-        target = staging[:elements].view(shape)
-        event = self._left[place] = self._copied(target, dw)
-        add = functools.partial(gradient.add_, target, arising)
-        self._waiting.put(functools.partial(self._add, gradient, add, staging, event, gradient.adding()))
-        return None
+    def _send(self, gradient: Gradient, dw: Tensor) -> torch.Event:
+        """Begin the copy of a gradient, for which the stream of copies waits; return the event of its end."""
+        arising = gradient.arising()
+        whole = gradient.whole if arising.last else None
+        first = gradient.begin_(tuple(dw.shape), arising)
+        if first is not None:
+            event = self._copied(first, dw)
+            gradient.arrives(event)
+        else:
+            staging = self._staging.get()
+            target = staging[: dw.numel()].view(dw.shape)
+            event = self._copied(target, dw)
+            add = functools.partial(gradient.add_, target, arising)
+            self._waiting.put(functools.partial(self._add, gradient, add, staging, event, gradient.adding()))
+        begins = self._completed(gradient, arising, first)
+        if begins is not None:
+            self._waiting.put(begins if whole is not None else functools.partial(_after, event, begins))
+        return event
 
     @staticmethod
     def _add_here(gradient: Gradient, shape: tuple[int, ...], compute: Compute, arising: Arising) -> Tensor | None:
@@ -540,6 +566,7 @@ class Outlet:
 def _work(waiting: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := waiting.get()) is not None:
         task()
+        del task  # an idle thread keeps nothing alive
 
 
 def _after(event: torch.Event | None, arrived: Callable[[], None]) -> None:

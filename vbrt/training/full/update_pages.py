@@ -35,12 +35,15 @@ class StatePage:
         key: page key.
         home: initial tier; budget changes may re-home it.
         values: initial values by name; other fields are zero.
+        unseen: True for a page that comes and goes while passes are recorded: see `TierStack.add`.
 
     Raises:
         TierError: no room, or it cannot be written.
     """
 
-    def __init__(self, stack: TierStack, key: str, layout: PageLayout, home: str, values: Fields) -> None:
+    def __init__(
+        self, stack: TierStack, key: str, layout: PageLayout, home: str, values: Fields, *, unseen: bool = False
+    ) -> None:
         self._stack, self._owner = stack, Owner(stack)
 
         def write(out: Tensor) -> None:
@@ -49,7 +52,7 @@ class StatePage:
             for name, value in values.items():
                 views[name].copy_(value)
 
-        self._page = stack.add(key, layout, home, write, self._owner, local=True)
+        self._page = stack.add(key, layout, home, write, self._owner, local=True, unseen=unseen)
 
     def retire(self) -> None:
         """Retire the page. Idempotent."""

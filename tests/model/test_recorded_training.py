@@ -1,0 +1,241 @@
+"""Checkpointed blocks of a model that trains from the tiers, as graphs: losses, weights and gradients of eager blocks.
+
+On a CPU a budget in front of host memory stands for a GPU's, and running a function again for its graph.
+"""
+
+import gc
+
+import pytest
+import torch
+
+import vbrt
+from tests.model.checkpointed import IDS, Again, llama
+from vbrt.errors import WrapError
+from vbrt.model import runtime
+from vbrt.model.recorded_blocks import RecordedBlocks
+from vbrt.residency.scheduled import ScheduledPolicy
+from vbrt.tiers import Level, MemoryTier, TierStack
+from vbrt.tiers.schedule import graph_capture
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CPU, LAYERS = torch.device("cpu"), 5
+PAGE, ROOM = 2 * 64 * 96, 24  # bytes of the largest page, and such pages in the budget
+
+
+class Trainee:
+    """A model under autocast, its optimizer, and losses of steps."""
+
+    def __init__(self, device, *, records=True, activations="recompute", ahead=0, room=ROOM, **kinds):
+        model = llama(layers=LAYERS, attn_implementation="eager", **kinds).float().to(device)
+        own = activations == "transformers"
+        if own:
+            model.gradient_checkpointing_enable()
+        self.optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        training = {"activations": "keep" if own else activations, "ahead": ahead}
+        settings = {"weights": {"min_parameters": 1}, "training": training}
+        if device == "cuda":
+            settings["tiers"] = {"gpu": {"budget": room * PAGE}}
+        self.vb = vbrt.wrap(model, "full", optimizer=self.optimizer, **settings)
+        self.attachment, self.ids = self.vb._attachment, IDS.to(device)
+        if device == "cpu":
+            stands_in = {"handles": self.attachment.registry.handles, "ledger": self.vb.stack.ledger}
+            recorder = type("Recorder", (Again,), stands_in)
+            self.attachment.recorded = RecordedBlocks(self.vb.stack, captures=records, recorder=recorder)
+        elif not records:
+            self.attachment.recorded.release()
+        self.vb.train()
+
+    @property
+    def replays(self):
+        return self.attachment.recorded.replays
+
+    def loss(self, ids=None):
+        ids = self.ids if ids is None else ids
+        with torch.autocast(self.ids.device.type, torch.bfloat16):
+            return self.vb(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def step(self, ids=None):
+        loss = self.loss(ids)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def state(self):
+        return {name: value.cpu() for name, value in self.vb.state_dict().items()}
+
+    def expected(self):
+        return [weight.gradient.expected for weight in self.attachment.weights]
+
+    def forwards(self):
+        return {name: layer.forwards for name, layer in self.vb.stats().layers.items()}
+
+
+def alike(one, other):
+    first, second = one.state(), other.state()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def made(request, monkeypatch):
+    """Makes trainees."""
+    if request.param == "cuda":
+        return lambda **kinds: Trainee("cuda", **kinds)
+    monkeypatch.setattr(graph_capture, "refusal", lambda *given: None)
+
+    def make(*, room=ROOM, **kinds):
+        def build_stack(plan, config, policy=None):
+            near = Level(MemoryTier("gpu", CPU, room * PAGE), ScheduledPolicy(room * PAGE))
+            return TierStack([near, MemoryTier("cpu", CPU, 1 << 30)])
+
+        monkeypatch.setattr(runtime, "build_stack", build_stack)
+        return Trainee("cpu", **kinds)
+
+    return make
+
+
+@pytest.mark.parametrize("activations", ["transformers", "recompute", "offload"])
+def test_steps_are_those_of_eager_blocks(made, activations):
+    one, other = made(activations=activations), made(activations=activations, records=False)
+    assert [one.step() for _ in range(8)] == [other.step() for _ in range(8)] and alike(one, other)
+    assert one.replays >= LAYERS * 5 and not other.replays
+    assert one.forwards() == other.forwards() and one.expected() == other.expected()
+    why = [each for each in one.vb.stats().fallbacks if "host memory" not in each]
+    assert not why
+    tier = one.vb.stack.levels[0].tier
+    assert tier.held_bytes <= tier.capacity_bytes
+
+
+def test_updates_ahead_of_the_step_are_taken(made):
+    one, other = made(ahead="1GiB"), made(ahead="1GiB", records=False)
+    assert [one.step() for _ in range(7)] == [other.step() for _ in range(7)] and alike(one, other)
+    assert one.replays >= LAYERS * 4
+    assert one.vb.stats().updates.ahead
+
+
+def test_gradients_accumulate_are_clipped_and_seen(made):
+    def steps(trainee):
+        found = []
+        for turn in range(12):
+            for ids in (trainee.ids, trainee.ids[:1])[: 1 + turn % 2]:
+                trainee.loss(ids).backward()
+            found.append(torch.nn.utils.clip_grad_norm_(trainee.vb.parameters(), 0.5).item())
+            held = trainee.attachment.weights[3].parameter.grad
+            found.append(held.float().sum().item())
+            trainee.optimizer.step()
+            trainee.optimizer.zero_grad()
+        with trainee.vb.stepping():
+            trainee.loss().backward()
+        return found
+
+    one, other = made(), made(records=False)
+    assert steps(one) == steps(other) and alike(one, other) and one.replays >= LAYERS * 5
+    assert one.expected() == other.expected()
+
+
+def test_only_what_a_backward_asks_for_gets_gradients(made):
+    def gradients(trainee):
+        for _ in range(4):
+            trainee.step()
+        embedding = trainee.vb.get_input_embeddings().weight
+        trainee.loss().backward(inputs=[embedding])
+        return [None if p.grad is None else p.grad.clone() for p in trainee.vb.parameters()]
+
+    one, other = gradients(made()), gradients(made(records=False))
+    assert sum(each is not None for each in one) == 1
+    assert all((a is None) is (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(one, other, strict=True))
+
+
+def test_a_weight_may_be_frozen_and_thawed(made):
+    def steps(trainee):
+        losses = []
+        for turn in range(9):
+            frozen = [weight for weight in trainee.attachment.weights if ".1." in weight.name]
+            for weight in frozen:
+                weight.parameter.requires_grad_(turn < 4)
+            losses.append(trainee.step())
+        return losses
+
+    one, other = made(), made(records=False)
+    assert steps(one) == steps(other) and alike(one, other) and one.replays >= LAYERS * 3
+
+
+def test_what_changes_between_forward_and_backward_is_followed_or_refused(made):
+    one, other = made(), made(records=False)
+    for trainee in (one, other):
+        for _ in range(4):
+            trainee.step()
+        loss = trainee.loss()
+        if trainee is one:
+            assert trainee.attachment.recorded._rings.ring is not None
+        trainee.vb.stack.set_budget("gpu", (ROOM - 4) * PAGE)
+        loss.backward()  # eagerly: the ring's room is gone
+        trainee.optimizer.step()
+        trainee.optimizer.zero_grad()
+    assert alike(one, other) and one.expected() == other.expected()
+    replays = one.replays
+    for trainee in (one, other):
+        for _ in range(4):
+            trainee.step()
+    assert alike(one, other) and one.replays > replays
+    loss = one.loss()
+    one.vb.load_state_dict(one.vb.state_dict())
+    with pytest.raises(WrapError, match="was updated between forward and backward"):
+        loss.backward()
+
+
+def test_loaded_values_and_passes_without_gradients_are_followed(made):
+    def steps(trainee):
+        losses = []
+        for turn in range(8):
+            if turn == 5:
+                state = {name: 1.5 * value for name, value in trainee.vb.state_dict().items()}
+                trainee.vb.load_state_dict(state)
+            with torch.no_grad():
+                losses.append(trainee.loss().item())
+            losses.append(trainee.step())
+        return losses
+
+    one, other = made(), made(records=False)
+    assert steps(one) == steps(other) and alike(one, other) and one.replays >= LAYERS * 4
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        ({"room": 8}, "bytes left for pages of blocks, of which two at a time take"),
+        ({"attention_dropout": 0.5}, "one draws random numbers"),
+    ],
+)
+def test_what_cannot_be_recorded_stays_eager_and_says_why(made, kinds, why):
+    one, other = made(**kinds), made(records=False, **kinds)
+    torch.manual_seed(0)
+    losses = [one.step() for _ in range(5)]
+    torch.manual_seed(0)
+    assert losses == [other.step() for _ in range(5)] and not one.replays
+    assert any(why in each for each in one.vb.stats().fallbacks)
+
+
+def test_an_unwrapped_model_has_its_weights(made):
+    one, other = made(), made(records=False)
+    for trainee in (one, other):
+        for _ in range(5):
+            trainee.step()
+    first, second = (dict(trainee.vb.unwrap().named_parameters()) for trainee in (one, other))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("records", [True, False])
+def test_a_model_that_is_dropped_frees_the_gpu(records):
+    held = []
+    for _ in range(2):  # libraries keep workspaces from the first one on
+        trainee = Trainee("cuda", records=records, ahead="1GiB", activations="offload")
+        for _ in range(5):
+            trainee.step()
+        assert bool(trainee.replays) is records
+        del trainee
+        gc.collect()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[0] == held[1]
