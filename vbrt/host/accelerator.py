@@ -74,6 +74,7 @@ __all__ = [
     "set_device",
     "set_stream",
     "set_sync_debug_mode",
+    "sleeping_event",
     "stream",
     "stream_key",
     "synchronize",
@@ -235,6 +236,12 @@ def graph_event() -> Any:
     """Return an event that a captured graph records at each replay, for streams outside of it; None where there are
     none."""
     return Event(external=True) if TYPE == CUDA and torch.version.hip is None else None
+
+
+def sleeping_event() -> Any:
+    """Return an event whose `synchronize` sleeps, where the device has such: a core that spins takes time from those
+    that compute."""
+    return Event(blocking=True) if TYPE == CUDA else Event()
 
 
 def has_streams(device: torch.device) -> bool:

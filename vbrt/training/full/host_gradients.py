@@ -525,9 +525,11 @@ class Outlet:
         return None
 
     def _copied(self, target: Tensor, dw: Tensor) -> torch.Event:
+        event = accelerator.sleeping_event()
         with accelerator.stream(self._stream):
             target.copy_(dw, non_blocking=True)
-            return self._stream.record_event()
+            event.record(self._stream)
+        return event
 
     def _open(self) -> None:
         self._stream = accelerator.Stream(self._device)
