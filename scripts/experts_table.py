@@ -46,7 +46,8 @@ def costs() -> str:
         if "missed_mb" in row:
             found = _row(row["case"].partition(" ")[0], {}, row, by)
             rows.append((f"{recorded['layers']} layers of {found[0]}", *found[1:]))
-    rows += [_published(row, by) for row in _read("experts-models-nvidia-h200")["rows"]]
+    for models in ("experts-models", "experts-models-qwen3-8"):
+        rows += [_published(row, by) for row in _read(f"{models}-nvidia-h200")["rows"]]
     predicted = _read("predicted-rtx-4070")["rows"][_CASE]
     step = {"tokens_s": 1e3 / predicted["ms"], "peak_gb": predicted["gb"]}
     rows.append(_row("25%", {}, step, "predicted, RTX 4070"))

@@ -53,7 +53,7 @@ _SLOTS = 20  # of a block's largest page, on the GPU: two blocks, and two leases
 PAGE = ROOT / "docs" / "training.md"
 RESULTS = [
     ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json"
-    for run in ("", "peers-", "8192-", "experts-")
+    for run in ("", "peers-", "8192-", "experts-", "models-", "full-")
 ]
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {

@@ -19,6 +19,7 @@ from vbrt.estimation.advice import cpu_expert_rates
 from vbrt.estimation.advice.cost_model import default_cost_model
 from vbrt.estimation.advice.machine_rates import device_name, keep_rates, kept_rates, rates_file
 from vbrt.estimation.advice.step_time import Speed, predict
+from vbrt.estimation.memory import traced_checkpointing
 from vbrt.estimation.memory.estimate_report import records
 from vbrt.estimation.memory.expert_workspace import HeldExperts, experts_at_once
 from vbrt.estimation.memory.extrapolation import STAGES
@@ -191,6 +192,21 @@ def test_activations_are_counted_as_the_config_asks_for_them():
     bounded = found(room)
     assert bounded[0] == room and again[1] < bounded[1]
     assert asked_of(load_config("full", training={"activations": "offload"}), "cpu") == "recompute"
+
+
+def test_recorded_blocks_take_memory_that_all_share(monkeypatch):
+    on = Machine(GiB, GiB, 32 * GiB, 32 * GiB)
+    config = load_config("full", training={"activations": "recompute"}, weights={"embeddings": False})
+
+    def found():
+        estimate = vbrt.estimate(model_of(3).bfloat16(), "train", config, machine=on, batch=2, context=256)
+        return {row.name: row.nbytes for row in estimate.rows}["activations"], estimate.plan
+
+    recorded, plan = found()
+    monkeypatch.setattr(traced_checkpointing._Shared, "__call__", lambda *given: None)
+    eager, _ = found()
+    block = sum(swap.site.parameters for swap in plan.swaps if ".0." in swap.name)
+    assert recorded - eager == 4 * (2 * 256 * 128 * 2) + 2 * 2 * block  # bf16
 
 
 @pytest.mark.exhaustive

@@ -32,12 +32,14 @@ class Held:
         prepare: changes a copy before it runs.
         full: weights train from the tiers, and unswapped parameters have fp32 masters.
         activations: mode of blocks' activations, see `vbrt.residency.activation_plan`.
+        recorded: blocks that compute again are CUDA graphs, see `vbrt.model.recorded_blocks`.
     """
 
     rounded: Callable[[nn.Module], Iterable[Tensor]] = lambda model: ()
     prepare: Callable[[nn.Module], None] = lambda model: None
     full: bool = False
     activations: str = KEEP
+    recorded: bool = False
 
 
 def held_by(model: nn.Module, plan: Plan | None, task: Task) -> Held:
@@ -45,7 +47,7 @@ def held_by(model: nn.Module, plan: Plan | None, task: Task) -> Held:
     if plan is None:
         return Held()
     if plan.mode == "full":
-        return Held(prepare=_streamed(model, plan), full=True)
+        return Held(prepare=_streamed(model, plan), full=True, recorded=plan.compute_tier == "gpu")
     return Held(_rounded(plan), _fused_experts(model, plan, task))
 
 

@@ -14,6 +14,8 @@ from vbrt.training.activations.checkpointing import Activations
 
 __all__ = ["asked_of", "hold_"]
 
+_OF_STREAM, _TURNS = 4, 2  # tensors of the size of a block's input; memories of its weights' gradients
+
 
 def asked_of(config: VBConfig | None, tier: str) -> str | int:
     """Return the activation mode of a config for blocks computed in a tier: a word, or a budget in bytes."""
@@ -25,12 +27,32 @@ def asked_of(config: VBConfig | None, tier: str) -> str | int:
     return int(asked.amount)
 
 
-def hold_(model: nn.Module, asked: str) -> object:
-    """Install the activation mode on a copy's blocks, in place, while the returned object lives."""
+def hold_(model: nn.Module, asked: str, *, recorded: bool = False) -> object:
+    """Install the activation mode on a copy's blocks, in place, while the returned object lives. recorded: blocks that
+    compute again take the memory of recordings of weights that train from the tiers."""
     if asked == KEEP:
         return None
     offload = Offload(_NoLink(), _Endless(), torch.device("cpu")) if asked == OFFLOAD else None
-    return Activations(asked, *blocks_of(model), offload)
+    activations = Activations(asked, *blocks_of(model), offload)
+    if recorded:
+        activations.replay = _Shared()
+    return activations
+
+
+class _Shared:
+    """Memory that all recorded blocks share: a block's input, its result, the gradients of both, and the gradients of
+    two blocks' weights. Blocks run eagerly."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+
+    def __call__(self, block: nn.Module, function: object, args: tuple) -> None:
+        """Allocate it at the first block."""
+        stream = next((each for each in args if isinstance(each, Tensor) and each.is_floating_point()), None)
+        if self._held or stream is None:
+            return
+        streamed = [weight for weight in block.parameters() if not weight.requires_grad and weight.dim() > 1]
+        self._held = [torch.empty_like(each.detach()) for each in (stream,) * _OF_STREAM + (*streamed,) * _TURNS]
 
 
 class _Endless:
