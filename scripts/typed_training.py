@@ -53,16 +53,16 @@ _SLOTS = 20  # of a block's largest page, on the GPU: two blocks, and two leases
 PAGE = ROOT / "docs" / "training.md"
 RESULTS = [
     ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json"
-    for run in ("", "peers-", "8192-", "experts-", "models-", "full-")
+    for run in ("models-", "full-", "peers-", "", "8192-", "experts-")
 ]
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {
-    "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
-    "experts": "LoRA by PEFT, r = 16 on all routed experts, gradient checkpointing, 8 layers of Qwen3-30B-A3B's shape",
     "full": "AdamW, LlamaForCausalLM of 1.2 B fp32 parameters under autocast",
     "gpt2": "AdamW, GPT2LMHeadModel of 0.8 B fp32 parameters under autocast",
     "qwen3": "AdamW, Qwen3ForCausalLM of 0.6 B fp32 parameters under autocast",
     "vit": "AdamW, ViTForImageClassification of 0.6 B fp32 parameters under autocast",
+    "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
+    "experts": "LoRA by PEFT, r = 16 on all routed experts, gradient checkpointing, 8 layers of Qwen3-30B-A3B's shape",
 }
 
 Batch = dict[str, Tensor]

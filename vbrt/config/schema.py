@@ -307,8 +307,8 @@ class ComputeConfig(Section):
 
     fp8: FP8 products for many tokens, on GPUs that support them; rounds activations to 3 mantissa bits.
     int8: int8 products for few tokens, on CPUs; rounds activations to steps of 1/127 of the largest in eight.
-    captures: `generate` captures decode steps, as CUDA graphs or on a CPU as tapes, and training of adapters its
-        checkpointed blocks, as CUDA graphs; false: all of them are eager.
+    captures: `generate` captures decode steps, as CUDA graphs or on a CPU as tapes, and training its checkpointed
+        blocks, as CUDA graphs; false: all of them are eager.
     joins: captured decode steps fuse small launches, which rounds differently with 4-bit weights.
     exactness: of `generate` with lossless weights. "bits": tokens and logits of the plain model. "rounded": captured
     steps use a faster attention kernel, on a GPU, which rounds differently.
