@@ -22,11 +22,20 @@ CPU, LAYERS = torch.device("cpu"), 5
 PAGE, ROOM = 2 * 64 * 96, 24  # bytes of the largest page, and such pages in the budget
 
 
+def mixture(layers, **kinds):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64, "vocab_size": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 32}
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**heads, **experts, num_hidden_layers=layers, **kinds))
+
+
 class Trainee:
     """A model under autocast, its optimizer, and losses of steps."""
 
-    def __init__(self, device, *, records=True, activations="recompute", ahead=0, room=ROOM, **kinds):
-        model = llama(layers=LAYERS, attn_implementation="eager", **kinds).float().to(device)
+    def __init__(self, device, *, records=True, activations="recompute", ahead=0, room=ROOM, build=llama, **kinds):
+        model = build(layers=LAYERS, attn_implementation="eager", **kinds).float().to(device)
         own = activations == "transformers"
         if own:
             model.gradient_checkpointing_enable()
@@ -205,6 +214,7 @@ def test_loaded_values_and_passes_without_gradients_are_followed(made):
     [
         ({"room": 8}, "bytes left for pages of blocks, of which two at a time take"),
         ({"attention_dropout": 0.5}, "one draws random numbers"),
+        ({"build": mixture}, "experts of one train in the tiers"),
     ],
 )
 def test_what_cannot_be_recorded_stays_eager_and_says_why(made, kinds, why):

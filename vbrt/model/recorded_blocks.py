@@ -389,8 +389,12 @@ def _why_asked(handles: Sequence[Any]) -> str:
             why = why_not_recorded(handle)
             if why:
                 return why
-        elif not isinstance(handle, Weight | FullWeight) or handle.spec.by_rows:
+        elif not isinstance(handle, Weight | FullWeight):
+            return "weights of one train in 4 bits"
+        elif handle.spec.by_rows:
             return "one has tables in the tiers"
+        elif handle.spec.site.stacked:
+            return "experts of one train in the tiers"
     return ""
 
 
@@ -522,10 +526,8 @@ class _Block:
             self._forward = recorder.record(self._forward_again, nullcontext)
         between = [handle.forwards for handle in handles]
         captured, runs = self._checkpointed, itertools.count(1)
-        with (
-            self._recording,
-            self._weights.uncounted(),
-        ):  # a warm-up, which needs a forward of its own; then the backward of the captured one
+        # a warm-up, which needs a forward of its own; then the backward of the captured one
+        with self._recording, self._weights.uncounted():
             self._backward = recorder.record(
                 lambda: self._backward_again(captured if next(runs) == _CAPTURE else None), nullcontext
             )
