@@ -59,7 +59,7 @@ def large() -> dict[str, Any]:
 
 def typed(tokens: str) -> tuple[float, ...]:
     """transformers' own model trained from the tiers: tokens a second in hundreds, of resident; GB, and resident."""
-    full = results("typed-training-nvidia-h200")["full"]
+    full = results("typed-training-full-nvidia-h200")["full"]
     ours, resident = (full[way][tokens] for way in ("vbrt, recomputed", "resident, recomputed"))
     speed = resident["seconds"] / ours["seconds"]
     return round(ours["tokens_per_s"], -2), speed, ours["peak_bytes"] / 1e9, resident["peak_bytes"] / 1e9
