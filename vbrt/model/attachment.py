@@ -169,7 +169,6 @@ class Attachment:
         graphs = runtime.stack.device.type == accelerator.TYPE and "graphs" not in accelerator.LACKS
         self.recorded = RecordedBlocks(runtime.stack, captures=graphs and terms.settings.compute.captures)
         self.activations.replay = partial(_replay_of, weakref.ref(self))
-        self.activations.replay = partial(_replay_of, weakref.ref(self))
         self.closed = False
         remove_pass_hooks(model)
         model.register_forward_pre_hook(PassHook(self), with_kwargs=True)

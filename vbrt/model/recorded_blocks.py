@@ -59,7 +59,10 @@ from vbrt.training.activations.checkpointing import HeldBlock
 from vbrt.training.full.block_weights import BlockWeights
 from vbrt.training.full.full_layers import collecting
 
-__all__ = ["Checkpoint", "RecordedBlocks"]
+__all__ = ["TURNS", "Checkpoint", "RecordedBlocks"]
+
+#: memories of gradients of weights in the tiers: one is copied, one computed into
+TURNS = 2
 
 _EAGER_CALLS = 2  # of a block, before it is recorded: kernels are compiled and tuned, pages have found their places
 _MOST, _MOST_KNOWN = 4, 64  # recordings of a block; kinds of calls whose number is known
@@ -68,7 +71,6 @@ _DIFFERENCE = 1e-2  # of an eager result's norm: the order of a backward's sums 
 _IDLE_PASSES = 64  # without gradients, one after the other, until the ring is given back
 _SHORT_STEPS = 16  # of a ring: fewer are not worth its recordings
 _SHORT_RINGS = 3  # of fewer steps, one after the other, until blocks stay eager
-_TURNS = 2  # memories of gradients of weights in the tiers: one is copied, one computed into
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 Plain = Callable[..., Any]
@@ -443,7 +445,7 @@ class _Block:
     def __init__(self, block: nn.Module, call: _Call, memory: _Memory, handles: Sequence[Any], number: int) -> None:
         self._block = weakref.ref(block)
         self._weights = BlockWeights([handle for handle in handles if isinstance(handle, FullWeight)])
-        self._turn = number % _TURNS
+        self._turn = number % TURNS
         own = (p for p in block.parameters() if not isinstance(p, StreamedParameter))
         self.parameters = [p for p in own if p.requires_grad and is_known_memory(p)]
         self._memory, self._call = memory, call
@@ -475,7 +477,7 @@ class _Block:
             outputs, gradients, why = self._run_twice(asks=self._routes)
         if why:
             return why
-        if any(each is None for each in gradients[len(gradients) - len(self._weights.trained) :]):
+        if any(each is None for each in self._divided(gradients)[1]):
             return "a weight of one gets no gradient"
         if not torch.equal(before, _random_state(self._device)):
             _set_random_state(self._device, before)
@@ -572,7 +574,7 @@ class _Block:
             self._forward_again()
             captured = self._checkpointed
         asked, outputs = captured
-        places = dict(zip(self._weights.trained, self._of_weights(self._gradients), strict=True))
+        places = dict(zip(self._weights.trained, self._divided(self._gradients)[1], strict=True))
         with leasing_all():
             gradients = self._differentiated(outputs, asked, self._incoming, places.__getitem__)
         for kept, each in zip(self._gradients, gradients, strict=True):
@@ -594,9 +596,10 @@ class _Block:
             gradients = _gradients_of(outputs, asked, incoming, create_graph=create_graph)
         return [*gradients, *(found.get(weight) for weight in self._weights.trained)]
 
-    def _of_weights(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return those of the weights in the tiers, which are the last ones."""
-        return list(gradients[len(gradients) - len(self._weights.trained) :])
+    def _divided(self, gradients: list[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return gradients of what autograd asks for, and, behind them, of the weights in the tiers."""
+        asked = len(gradients) - len(self._weights.trained)
+        return gradients[:asked], gradients[asked:]
 
     def _name_of(self, gradient: int, count: int) -> Hashable:
         """Return the name of a gradient's memory. Copies to the host read those of weights in the tiers while the next
@@ -687,17 +690,18 @@ class _Block:
             if self._launch(self._backward, "backward"):
                 for handle, _, again in self._added:
                     handle.count_replays(again)
-                self._memory.read[self._turn] = self._weights.hand_on(self._of_weights(self._gradients), asked)
-                others = self._gradients[: len(self._gradients) - len(self._weights.trained)]
+                others, of_weights = self._divided(self._gradients)
+                self._memory.read[self._turn] = self._weights.hand_on(of_weights, asked)
                 return [None if each is None else each.clone() for each in others]
         inputs = list(tensors) if twice else self._leaves(tensors)
         with torch.enable_grad(), self._as_called():
             outputs, _ = ctx.call.run(inputs)
             gradients = self._differentiated(outputs, self._asked(inputs), incoming, _new_gradient, create_graph=twice)
-        copied = self._weights.hand_on(self._of_weights(gradients), asked)
+        others, of_weights = self._divided(gradients)
+        copied = self._weights.hand_on(of_weights, asked)
         if copied is not None:  # before their memory is used again
             copied.wait(accelerator.current_stream(self._device))
-        return gradients[: len(gradients) - len(self._weights.trained)]
+        return others
 
     def _load(self, tensors: Sequence[Tensor]) -> None:
         for at, (target, source) in enumerate(zip(self._inputs, tensors, strict=True)):

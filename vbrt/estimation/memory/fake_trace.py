@@ -79,7 +79,8 @@ def trace(
         warnings.simplefilter("ignore")  # silences warnings of hooks, and the model's own in training
         _materialize(cut_model)
         held.prepare(cut_model)
-        kept = hold_(cut_model, held.activations if task.trains else KEEP, recorded=held.recorded)  # noqa: F841  # keeps its hooks alive
+        asked = held.activations if task.trains else KEEP
+        kept = hold_(cut_model, asked, recorded=held.recorded)  # noqa: F841  # keeps its hooks alive
         run = _Run(cut_model, task, widens=held.full)
         shorten_(cut_model, run.meter)
         weights = {id(weight) for weight in held.rounded(cut_model)}

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from vbrt.config import VBConfig
 from vbrt.config.parse_budgets import parse_activations
 from vbrt.model.activation_settings import blocks_of
+from vbrt.model.recorded_blocks import TURNS
 from vbrt.residency.activation_plan import KEEP, OFFLOAD, RECOMPUTE
 from vbrt.tiers import Buffer
 from vbrt.tiers.protocols.tier import Holder
@@ -14,7 +15,7 @@ from vbrt.training.activations.checkpointing import Activations
 
 __all__ = ["asked_of", "hold_"]
 
-_OF_STREAM, _TURNS = 4, 2  # tensors of the size of a block's input; memories of its weights' gradients
+_OF_STREAM = 4  # tensors of the size of a block's input: it, the result, and the gradients of both
 
 
 def asked_of(config: VBConfig | None, tier: str) -> str | int:
@@ -52,7 +53,7 @@ class _Shared:
         if self._held or stream is None:
             return
         streamed = [weight for weight in block.parameters() if not weight.requires_grad and weight.dim() > 1]
-        self._held = [torch.empty_like(each.detach()) for each in (stream,) * _OF_STREAM + (*streamed,) * _TURNS]
+        self._held = [torch.empty_like(each.detach()) for each in (stream,) * _OF_STREAM + (*streamed,) * TURNS]
 
 
 class _Endless:

@@ -17,21 +17,20 @@ gradients.
 **Updates** (`optimizer_update.py`). `optimizer.step()` submits each weight's gradient and returns; a lease of the
 weight waits until its update is stored. Updates run in the order of the next forward, so the last layers' overlap with
 it. A team of C threads shares the parts of one weight at a time; of two threads one is in that call, while the other
-takes the pages of the next weight, in Python. An error is raised at the next
-wait, and the update is retried at the wait after it; gradients are kept until their weight is stored, so a step is
-completed and nothing is updated twice. Updates never run in the waiting thread, so Ctrl-C leaves no weight half
-updated. State in files uses two more threads: read-ahead for three weights, verified, and write-behind to a new file
-that replaces the old one. The norm for clipping reads gradients once, in torch's order, which is one chain of sums for
-each weight (`clipping.py`): on a GPU's host as they arrive, from the second step with clipping on, while threads have
-no updates; the factor is applied as the update reads the gradient. A weight's update takes the GIL once, since taking
-it per part stalls the main thread, which launches the GPU's work: on two cores, with four threads that update weights
-of 3 M parameters, a main thread that calls small layers runs at 0.9 of its speed, instead of 0.24
-(`scripts/update_bench.py --beside`). Around it, the pages of an update are taken together, with the tensors that the
-tiers have of them: torch releases the GIL in every call, each view of a page is one, and at each, as at each lock, the
-launching thread may have to sleep (`scripts/training_host.py` counts how often). A budget change may rehome a weight's
-state just as its update begins: so the update checks again once it holds the page, and computes on a copy if the state
-is now in a file. Rejected: rollback of a failed step, which needs a copy of all state; and clipping by the previous
-step's norm, which trains another model.
+takes the pages of the next weight, in Python. An error is raised at the next wait, and the update is retried at the
+wait after it; gradients are kept until their weight is stored, so a step is completed and nothing is updated twice.
+Updates never run in the waiting thread, so Ctrl-C leaves no weight half updated. State in files uses two more threads:
+read-ahead for three weights, verified, and write-behind to a new file that replaces the old one. The norm for clipping
+reads gradients once, in torch's order, which is one chain of sums for each weight (`clipping.py`): on a GPU's host as
+they arrive, from the second step with clipping on, while threads have no updates; the factor is applied as the update
+reads the gradient. A weight's update takes the GIL once, since taking it per part stalls the main thread, which
+launches the GPU's work: on two cores, with four threads that update weights of 3 M parameters, a main thread that calls
+small layers runs at 0.9 of its speed, instead of 0.24 (`scripts/update_bench.py --beside`). Around it, the pages of an
+update are taken together, with the tensors that the tiers have of them: torch releases the GIL in every call, each view
+of a page is one, and at each, as at each lock, the launching thread may have to sleep (`scripts/training_host.py`
+counts how often). A budget change may rehome a weight's state just as its update begins: so the update checks again
+once it holds the page, and computes on a copy if the state is now in a file. Rejected: rollback of a failed step, which
+needs a copy of all state; and clipping by the previous step's norm, which trains another model.
 
 **Updates ahead of the step** (`update_ahead.py`). What people type is `loss.backward(); optimizer.step()`, and updates
 that begin at the step overlap with the next forward only, the shorter half. So a weight is updated within the backward

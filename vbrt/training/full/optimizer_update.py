@@ -227,7 +227,7 @@ class Updater:
             with contextlib.suppress(Empty):
                 update.bell.get(timeout=_LOOK_SECONDS)
 
-    # -- pipeline stages, one thread each ------------------------------------------------------------------------------
+    # -- pipeline stages ----------------------------------------------------------------------------------------------
 
     def _give(self, update: "_Update") -> None:
         """Hand an update to the stages; safe to repeat, finished work is not redone."""
