@@ -262,6 +262,11 @@ class _High:
     def __init__(self, weight: FullWeight) -> None:
         self._weight = weakref.ref(weight)
 
+    @property
+    def gone(self) -> bool:
+        """True once the weight was collected."""
+        return self._weight() is None
+
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[Tensor]:
         """Yield the high half at home (bf16, CPU), to change in place."""

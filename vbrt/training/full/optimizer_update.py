@@ -99,7 +99,8 @@ class Updater:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self.helpers = Helpers(self._threads)
-        self._loading, self._computing, self._storing = self._stages = _Stage(), _Stage(_COMPUTING), _Stage()
+        self._stages = tuple(_Stage(self._end, threads) for threads in (1, _COMPUTING, 1))
+        self._loading, self._computing, self._storing = self._stages
         self._places: SimpleQueue[object] = SimpleQueue()  # staging slots, for states in files
         for place in range(1, STAGED + 1):
             self._places.put(place)
@@ -250,7 +251,7 @@ class Updater:
             pass
         except Exception as error:  # noqa: BLE001 - the step will meet it, if it is one of the weight's
             reason = f"{prepared.state.name}: its update ahead of the step failed ({error}); it is made at the step"
-            self.fallbacks += [] if reason in self.fallbacks else [reason]
+            self.fallbacks += [] if prepared.state.high.gone or reason in self.fallbacks else [reason]
         finally:
             prepared.ended.release()
 
@@ -421,6 +422,7 @@ class _Stage:
     """Pipeline stage of updates: threads which stop on a failure until told to retry.
 
     Args:
+        end: called with an update that fails because its model was dropped, for which nobody can wait.
         threads: their number.
 
     Attributes:
@@ -429,8 +431,8 @@ class _Stage:
         closed: True if it is to end.
     """
 
-    def __init__(self, threads: int = 1) -> None:
-        self.crew = Crew(threads)
+    def __init__(self, end: "Callable[[_Update], None]", threads: int) -> None:
+        self.crew, self._end = Crew(threads), end
         self.failure: tuple[_Update, Exception] | None = None
         self.heard = self.closed = False
         self._serial = itertools.count()
@@ -459,6 +461,9 @@ class _Stage:
             except _Closed:
                 return
             except Exception as error:  # noqa: BLE001 - raised to the waiter
+                if update.state.high.gone:
+                    self._end(update)
+                    return
                 self._await_retry()  # of another thread's, which is raised first
                 self.failure = update, error
             self._await_retry()

@@ -34,7 +34,14 @@ _DECODE, _ENCODE = {"first": decode_first, "second": decode_second}, {"first": e
 
 
 class HighPage(Protocol):
-    """Page of a weight's high half."""
+    """Page of a weight's high half.
+
+    Attributes:
+        gone: True once the weight was collected, whoever holds this.
+    """
+
+    @property
+    def gone(self) -> bool: ...
 
     def rewriting(self) -> contextlib.AbstractContextManager[Tensor]:
         """Yield the high half (bf16, the module's shape, on the CPU), to change in place."""
