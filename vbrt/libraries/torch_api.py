@@ -67,6 +67,7 @@ __all__ = [
     "is_fake",
     "is_functorch_wrapped",
     "is_tracing",
+    "may_overwrite",
     "mode_stack",
     "moves_in_place",
     "never_lower",
@@ -150,6 +151,18 @@ tree_leaves = _required("tree_leaves", "utils._pytree:tree_leaves")
 tree_flatten = _required("tree_flatten", "utils._pytree:tree_flatten")
 tree_unflatten = _required("tree_unflatten", "utils._pytree:tree_unflatten")
 TreeSpec = _required("TreeSpec", "utils._pytree:TreeSpec")
+_keeps_graph = _optional("keeps_graph", "_C:_autograd._get_current_graph_task_keep_graph")
+_storage_uses = _optional("storage_uses", "_C:_storage_Use_Count")
+
+
+def may_overwrite(saved: torch.Tensor) -> bool:
+    """True if nobody can read a tensor that a backward pass has saved once this pass has: no other tensor has its
+    storage, and the pass keeps no graph. False if torch does not tell."""
+    if _keeps_graph is None or _storage_uses is None or _keeps_graph():
+        return False
+    storage = saved.untyped_storage()
+    return _storage_uses(storage._cdata) == 2  # the tensor, and `storage`
+
 
 # -- devices ----------------------------------------------------------------------------------------------------------
 

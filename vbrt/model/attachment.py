@@ -21,6 +21,7 @@ from vbrt.layers.experts import ExpertsHandle, VBExperts
 from vbrt.layers.experts.hosted_experts import HostedMisses
 from vbrt.layers.experts.missed_experts import MissedExperts
 from vbrt.libraries.probe import losses
+from vbrt.libraries.transformers_loss import drop_losses, replace_losses
 from vbrt.libraries.versions import newer_than_tested
 from vbrt.model.activation_settings import activations_of
 from vbrt.model.expert_cache import ExpertCache
@@ -48,6 +49,7 @@ from vbrt.residency.routing_trace import plan_layers
 from vbrt.residency.weight_site import ROOT
 from vbrt.tiers import TierStack
 from vbrt.tiers.stack.stack_lock import Guard
+from vbrt.training.token_loss import TokenLoss
 
 __all__ = ["Attachment", "Follower", "Terms", "attached_to"]
 
@@ -176,6 +178,7 @@ class Attachment:
             model.register_forward_hook(PassEndHook(runtime.stack))
         if terms.settings.mode == "infer":
             set_methods(model, self.registry)
+        replace_losses(model, TokenLoss)
         runtime.add(self)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -424,6 +427,7 @@ class Attachment:
         self.hosting.release()
         if self._model() is not None:
             drop_methods(self.model)
+            drop_losses(self.model, TokenLoss)
         own = self.registry.handles
         for handle in own:
             handle.retire()

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from vbrt.estimation.memory.expert_workspace import HeldExperts, pairs_among
 from vbrt.estimation.memory.task import Task
 from vbrt.kernels.frozen_product import as_autocast
+from vbrt.libraries.transformers_loss import replace_losses
 from vbrt.residency.activation_plan import KEEP
 from vbrt.residency.plan import Plan
+from vbrt.training.token_loss import TokenLoss
 
 __all__ = ["Held", "held_alike", "held_by"]
 
@@ -46,15 +48,21 @@ def held_by(model: nn.Module, plan: Plan | None, task: Task) -> Held:
     """Return a plan's effect on a model's weights; plan None: unwrapped."""
     if plan is None:
         return Held()
+    prepared = _streamed(model, plan) if plan.mode == "full" else _fused_experts(model, plan, task)
+
+    def prepare(model: nn.Module) -> None:
+        prepared(model)
+        replace_losses(model, TokenLoss)
+
     if plan.mode == "full":
-        return Held(prepare=_streamed(model, plan), full=True, recorded=plan.compute_tier == "gpu")
-    return Held(_rounded(plan), _fused_experts(model, plan, task))
+        return Held(prepare=prepare, full=True, recorded=plan.compute_tier == "gpu")
+    return Held(_rounded(plan), prepare)
 
 
 def held_alike(model: nn.Module, plan: Plan | None, task: Task) -> Hashable:
     """Return a key that is equal for plans under which a task allocates the same."""
-    if plan is None or (task.trains and plan.mode == "infer" and not plan.routed):
-        return ""  # frozen weights train nothing, wrapped or not; PEFT freezes all swapped weights and more
+    if plan is None:
+        return ""
     return plan.mode, frozenset(_held_experts(model, plan, task).items())
 
 
