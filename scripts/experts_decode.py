@@ -89,11 +89,17 @@ def build(layers: int, device: torch.device, **shape: int) -> nn.Module:
 
     config = Qwen3MoeConfig(**SHAPE | shape, num_hidden_layers=layers, norm_topk_prob=True, tie_word_embeddings=False)
     torch.manual_seed(0)
+    with torch.device(device), drawn_in(torch.bfloat16):
+        return Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def drawn_in(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which models are made in a dtype."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
-            return Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+        yield
     finally:
         torch.set_default_dtype(default)
 

@@ -1,15 +1,18 @@
 """Training as people type it: transformers' and PEFT's own models, `loss.backward()`, `optimizer.step()`, beside peers.
 
-    python scripts/typed_training.py [lora] [experts] [full] [gpt2] [qwen3] [vit] [--tokens 2048] [--out FILE]
+    python scripts/typed_training.py [lora] [experts] [olmoe] [full] [full8b] [gpt2] [qwen3] [vit] [--tokens 2048]
     python scripts/typed_training.py --table     # the table of docs/training.md, from benchmarks/results
 
 - lora: adapters by PEFT, r = 16 on q and v, gradient checkpointing, of a Llama of the 8B shape: in bf16, in 4 bits with
   all pages on the GPU and with 1 GiB of them, and with bitsandbytes' NF4 where it is installed.
 - experts: the same on all routed experts, by `target_parameters`, of 8 layers of Qwen3-30B-A3B's shape: in bf16, in 4
   bits with all experts on the GPU, and with a quarter of them; with the bytes of adapters, gradients and moments.
+- olmoe: the same of a whole OLMoE-1B-7B.
 - full: AdamW over LlamaForCausalLM of 1.2 B fp32 parameters under autocast: by Trainer, which clips, and by a loop;
   resident, from the tiers with activations kept, computed again and offloaded, torchao's CPUOffloadOptimizer and
   FSDP2's CPUOffloadPolicy.
+- full8b: AdamW over a bf16 LlamaForCausalLM of 8 B parameters, on 24 GB of the GPU, in about 125 GB of host memory; its
+  forward and backward with all weights on the whole GPU, and no update, stand beside it.
 - gpt2, qwen3, vit: the same loop over GPT2LMHeadModel (0.8 B), Qwen3ForCausalLM (0.6 B) and ViTForImageClassification
   (0.6 B, whose tokens are patches of 14 x 14), resident and from the tiers.
 
@@ -38,31 +41,34 @@ import torch  # after the checkout is on the path
 from torch import Tensor, nn
 
 import vbrt
-from scripts import experts_decode
+from scripts import experts_decode, full_models
 from scripts.full_models import DEVICE, Llama, draw_, emptied, llama_of, measured, no_init_weights, waited
 from scripts.full_profile import profiled
-from scripts.full_runs import link_rate
+from scripts.full_runs import limited, link_rate
 from scripts.measuring import between, machine, markdown_table
 from vbrt.integrations.token_times import llama_8b
 
 CONTEXT, LR = 2048, 1e-4
 SHAPE = Llama(layers=24, width=2048, inner=5632, heads=32, kv_heads=4, vocabulary=32000)
+_PAGES_8B = "4GiB"  # on the GPU: two blocks, and two leases of the head
 SMALL = Llama(layers=2, width=128, inner=256, heads=4, kv_heads=2, vocabulary=256)  # to try the script on a CPU
 _SLOTS = 20  # of a block's largest page, on the GPU: two blocks, and two leases of the head
 
 PAGE = ROOT / "docs" / "training.md"
 RESULTS = [
     ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json"
-    for run in ("models-", "full-", "peers-", "", "8192-", "experts-")
+    for run in ("models-", "full-", "peers-", "", "8192-", "experts-", "large-")
 ]
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {
     "full": "AdamW, LlamaForCausalLM of 1.2 B fp32 parameters under autocast",
+    "full8b": "AdamW, LlamaForCausalLM of 8.0 B bf16 parameters; from the tiers on 24 GB of GPU memory",
     "gpt2": "AdamW, GPT2LMHeadModel of 0.8 B fp32 parameters under autocast",
     "qwen3": "AdamW, Qwen3ForCausalLM of 0.6 B fp32 parameters under autocast",
     "vit": "AdamW, ViTForImageClassification of 0.6 B fp32 parameters under autocast",
     "lora": "LoRA by PEFT, r = 16 on q and v, gradient checkpointing, Llama of the 8B shape",
     "experts": "LoRA by PEFT, r = 16 on all routed experts, gradient checkpointing, 8 layers of Qwen3-30B-A3B's shape",
+    "olmoe": "LoRA by PEFT, r = 16 on all routed experts, gradient checkpointing, a whole OLMoE-1B-7B",
 }
 
 Batch = dict[str, Tensor]
@@ -80,6 +86,7 @@ def typed(model: Any, optimizer: Any, *, autocast: bool = False) -> Step:
         optimizer.zero_grad()
         return loss.detach()
 
+    step.autocast = autocast  # type: ignore[attr-defined]
     return step
 
 
@@ -140,11 +147,23 @@ _EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", 
 
 
 def mixture(options: argparse.Namespace) -> nn.Module:
+    if options.family == "olmoe":
+        return olmoe()
     if DEVICE == "cuda":
         return experts_decode.build(options.layers, torch.device("cuda", 0))
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
     return experts_decode.build(2, torch.device("cpu"), **sizes)
+
+
+def olmoe() -> nn.Module:
+    """The shape of OLMoE-1B-7B-0924."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    sizes = {} if DEVICE == "cuda" else {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    with torch.device(DEVICE), experts_decode.drawn_in(torch.bfloat16):
+        return OlmoeForCausalLM(OlmoeConfig(**sizes)).requires_grad_(False)
 
 
 def experts_bf16(options: argparse.Namespace) -> Step:
@@ -268,6 +287,40 @@ def from_tiers(activations: str) -> Callable[[argparse.Namespace], Step]:
     return make
 
 
+def model_8b() -> nn.Module:
+    model = llama(full_models.SHAPES["8b"] if DEVICE == "cuda" else SMALL, torch.bfloat16)
+    model.config.use_cache = False
+    return model
+
+
+def passes_8b(options: argparse.Namespace) -> Step:
+    """Forward and backward alone: gradients are dropped."""
+    model = model_8b()
+    model.gradient_checkpointing_enable()
+
+    def step(batch: Batch) -> Tensor:
+        loss = model(**batch).loss
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def from_tiers_8b(options: argparse.Namespace) -> Step:
+    """With tables in the tiers and inputs of blocks offloaded; the GPU has 24 GB from here on."""
+    model = model_8b()
+    optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
+    tiers = {"gpu": {"budget": _PAGES_8B}} if DEVICE == "cuda" else {"gpu": {"enabled": False}}
+    how = {"tiers": tiers, "training": {"activations": "offload"}, "weights": {"embeddings": True, "keep_head": False}}
+    vb = vbrt.wrap(model, "full", optimizer=optimizer, **how)
+    emptied()
+    limited(24)
+    step = typed(vb, optimizer)
+    step.vb = vb  # type: ignore[attr-defined]
+    return step
+
+
 class Trainer:
     """transformers' Trainer over a model, with what it does by itself: it clips, and steps a schedule."""
 
@@ -365,8 +418,16 @@ FULL = {
     "torchao CPUOffloadOptimizer": torchao,
     "FSDP2, CPUOffloadPolicy": fsdp2,
 }
-WAYS = {"lora": LORA, "experts": EXPERTS, "full": FULL, **dict.fromkeys(MODELS, RESIDENT | TIERS)}
-SIZES = {"lora": (2048, 8192), "experts": (2048,), **dict.fromkeys(("full", *MODELS), (16384, 8192))}
+FULL_8B = {"forward and backward, resident, recomputed": passes_8b, "vbrt, offloaded": from_tiers_8b}
+WAYS = {"lora": LORA, "experts": EXPERTS, "olmoe": EXPERTS, "full": FULL, "full8b": FULL_8B}
+WAYS |= dict.fromkeys(MODELS, RESIDENT | TIERS)
+SIZES = {
+    "lora": (2048, 8192),
+    "experts": (2048,),
+    "olmoe": (2048,),
+    "full8b": (32768,),
+    **dict.fromkeys(("full", *MODELS), (16384, 8192)),
+}
 
 
 def moved_by(vb: Any, run: Callable[[], object]) -> dict:
@@ -382,12 +443,13 @@ def moved_by(vb: Any, run: Callable[[], object]) -> dict:
     return {"passes_s": seconds, "moved_bytes": moved, "link_s": link_s, "fallbacks": list(vb.stats().fallbacks)}
 
 
-def apart(vb: Any, batch: Batch) -> dict:
+def apart(step: Any, batch: Batch) -> dict:
     """Seconds of both passes, and of the update by itself; bytes moved, and the link's time for them."""
+    vb = step.vb
     vb.settle()
 
     def both() -> None:
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=step.autocast):
             loss = vb(**batch).loss
         loss.backward()
 
@@ -427,7 +489,7 @@ def row_of(
             one = measured(lambda batch=batch: step(batch), steps=options.steps, warm=3) | {"losses": losses}
             one |= {"profile": profiled(lambda batch=batch: step(batch))} if options.profile else {}
             one |= {"updates": {name: now - before[name] for name, now in updates_of(step).items()}}
-            one |= apart(step.vb, batch) if hasattr(step, "vb") else {}
+            one |= apart(step, batch) if hasattr(step, "vb") else {}
             one |= moved_by(step.streams, lambda batch=batch: step(batch)) if hasattr(step, "streams") else {}
             one |= {"adapter_bytes": step.adapter_bytes} if hasattr(step, "adapter_bytes") else {}
         found[str(number)] = one | {"tokens_per_s": number / one["seconds"]}
