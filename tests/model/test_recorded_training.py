@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 import vbrt
 from tests.model.checkpointed import IDS, Again, llama
 from vbrt.errors import WrapError
-from vbrt.model import runtime
+from vbrt.model import recording_room, runtime
 from vbrt.model.recorded_blocks import RecordedBlocks
 from vbrt.residency.scheduled import ScheduledPolicy
 from vbrt.tiers import Level, MemoryTier, TierStack
@@ -237,6 +238,30 @@ def test_an_unwrapped_model_has_its_weights(made):
             trainee.step()
     first, second = (dict(trainee.vb.unwrap().named_parameters()) for trainee in (one, other))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("activations", ["transformers", "offload"])
+def test_blocks_are_recorded_where_their_graphs_fit_beside_the_rest_of_a_step(made, fits, activations, monkeypatch):
+    """Reserved bytes are made up: 300 of a step outside of blocks, 100 at the first capture, 150 behind it."""
+    told = iter([300, 400, 100, 150])
+    memory = SimpleNamespace(has_streams=lambda device: True, empty_cache=lambda: freed.append(1))
+    memory.memory_reserved, memory.memory_limit = lambda device: next(told), lambda device: 350 if fits else 349
+    freed = []
+    monkeypatch.setattr(recording_room, "accelerator", memory)
+    one = made(activations=activations)
+    losses = [one.step() for _ in range(8)]
+    assert len(freed) == 3 and one.replays == (LAYERS * 6 if fits else 0)
+    why = "recorded ones keep 0.0 GB beside 0.0 GB of a step, of 0.0 GB"
+    assert any(why in reason for reason in one.vb.stats().fallbacks) is not fits
+    other = made(activations=activations, records=False)
+    assert losses == [other.step() for _ in range(8)]
+    if not fits:  # a smaller batch is tried by itself
+        assert next(told, None) is None
+        told = iter([30, 40, 10, 15])
+        for _ in range(4):
+            one.step(one.ids[:, :3])
+        assert one.replays == LAYERS * 2
 
 
 @pytest.mark.parametrize("ahead", [0, "1GiB"])

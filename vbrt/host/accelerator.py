@@ -63,6 +63,7 @@ __all__ = [
     "max_memory_allocated",
     "mem_get_info",
     "memory_allocated",
+    "memory_limit",
     "memory_reserved",
     "memory_stats_as_nested_dict",
     "on_cuda",
@@ -271,6 +272,15 @@ memory_allocated: Callable[..., int] = (
 )
 memory_reserved: Callable[..., int] = _without_index("driver_allocated_memory") if _ON_MPS else _of("memory_reserved")
 max_memory_allocated: Callable[..., int] = _of("max_memory_allocated")
+_process_share: Callable[..., float] = _of("get_per_process_memory_fraction", lambda device: 1.0)
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that torch may reserve on a device: what it has and what is free, within the process's share."""
+    free, total = mem_get_info(device)
+    return min(free + memory_reserved(device), int(_process_share(device) * total))
+
+
 reset_peak_memory_stats: Callable[..., None] = _of("reset_peak_memory_stats")
 memory_stats_as_nested_dict: Callable[..., dict[str, Any]] = _of("memory_stats_as_nested_dict", dict)
 empty_cache: Callable[[], None] = _of("empty_cache")

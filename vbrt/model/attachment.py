@@ -171,6 +171,7 @@ class Attachment:
         graphs = runtime.stack.device.type == accelerator.TYPE and "graphs" not in accelerator.LACKS
         self.recorded = RecordedBlocks(runtime.stack, captures=graphs and terms.settings.compute.captures)
         self.activations.replay = partial(_replay_of, weakref.ref(self))
+        self.activations.ran = partial(_ran, weakref.ref(self))
         self.closed = False
         remove_pass_hooks(model)
         model.register_forward_pre_hook(PassHook(self), with_kwargs=True)
@@ -453,6 +454,12 @@ def _replay_of(
 ) -> Callable[[], Any] | None:
     own = attachment()
     return None if own is None else own.recorded.recorded(block, function, args)
+
+
+def _ran(attachment: weakref.ref[Attachment], outputs: Any) -> None:
+    own = attachment()
+    if own is not None:
+        own.recorded.ran(outputs)
 
 
 @contextlib.contextmanager

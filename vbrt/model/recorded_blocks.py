@@ -24,9 +24,10 @@ eager run leases what the routing names, in chunks where the budget cuts the lea
 order.
 
 A block stays eager where its pages cannot stream so, where it draws random numbers, has hooks, gets other arguments
-than tensors and constants, or where its graphs' results differ from eager ones, which are compared once. Recordings are
-dropped when an attribute of the model has changed between two passes (adapters that were added, scaled or switched), or
-a page has moved. Not seen: functions of Python modules that are replaced while a model trains.
+than tensors and constants, where its graphs' results differ from eager ones, which are compared once, or where the GPU
+has no room for its recordings (`recording_room.py`). Recordings are dropped when an attribute of the model has changed
+between two passes (adapters that were added, scaled or switched), or a page has moved. Not seen: functions of Python
+modules that are replaced while a model trains.
 """
 
 import functools
@@ -51,6 +52,7 @@ from vbrt.layers.weights.state import Weight
 from vbrt.libraries.torch_api import TreeSpec, tree_flatten, tree_unflatten
 from vbrt.libraries.transformers_api import CHECKPOINT_FUNCTION, checkpointed_blocks
 from vbrt.model.mutation_watch import Watch
+from vbrt.model.recording_room import RecordingRoom
 from vbrt.tiers import Recording, TierStack
 from vbrt.tiers.schedule.block_ring import BlockRing
 from vbrt.tiers.schedule.graph_recorder import GraphRecorder, Recorded, waits_noticed
@@ -131,8 +133,14 @@ class Checkpoint:
 
     def __call__(self, function: Any, *args: Any) -> Any:
         owner, block = self._owner(), self._block()
-        recorded = None if owner is None or block is None else owner.recorded(block, function, args)
-        return self.plain(function, *args) if recorded is None else recorded()
+        if owner is None or block is None:
+            return self.plain(function, *args)
+        recorded = owner.recorded(block, function, args)
+        if recorded is not None:
+            return recorded()
+        outputs = self.plain(function, *args)
+        owner.ran(outputs)
+        return outputs
 
     def __deepcopy__(self, memo: dict) -> Plain:
         return self.plain
@@ -167,7 +175,8 @@ class RecordedBlocks:
         self._recorder: GraphCapture | None = None
         self._watch: Watch | None = None
         self._reasons: dict[str, None] = {}
-        self._rings = _Rings(stack)
+        self._rings, self._room = _Rings(stack), RecordingRoom(stack.device)
+        self._last: torch.Size | None = None  # of the input of the model's last block, while the rest is measured
         self._failed = False  # then no more is recorded: a pool that lost a capture may refuse the next
         self._idle = 0  # passes without gradients since the last one with
         self.replays = 0
@@ -219,8 +228,12 @@ class RecordedBlocks:
         found = known.get(key, 0)
         if isinstance(found, int) and self._rings.hold():
             known[key] = found + 1
+            shape = call.tensors[0].shape
             recordings = sum(isinstance(each, _Block) for each in known.values())
-            if self._failed or found != _EAGER_CALLS or recordings >= _MOST:  # once refused, it stays eager
+            if self._failed or recordings >= _MOST or self._room.refuses(shape):
+                return None
+            self._last = shape if found == _EAGER_CALLS - 1 and block is self._live_blocks()[-1] else None
+            if found != _EAGER_CALLS:  # once refused, it stays eager
                 return None
             try:
                 found = self._record(block, call)
@@ -238,9 +251,15 @@ class RecordedBlocks:
         self._rings.count()
         return functools.partial(found, call)
 
+    def ran(self, outputs: Any) -> None:
+        """Note the results of the call that `recorded` has just left to run eagerly."""
+        if self._last is not None:
+            self._room.measure_rest(self._last, outputs)
+            self._last = None
+
     def _record(self, block: nn.Module, call: _Call) -> "_Block | None":
-        handles, blocks = _handles_of(block), self._live_blocks()
-        why = self._refusal(block, handles)
+        handles, blocks, shape = _handles_of(block), self._live_blocks(), call.tensors[0].shape
+        why, before = self._refusal(block, handles), self._room.begin(shape)
         if not why:
             found = _Block(block, call, self._memory, handles, blocks.index(block) if block in blocks else 0)
             why = found.run_eagerly(handles)
@@ -256,6 +275,10 @@ class RecordedBlocks:
             why = found.capture(self._recorder, self._stack, handles, self._rings.places(block))
         if why:
             self._eager(why)
+            return None
+        if lacks := self._room.lacks(shape, before):
+            self._eager(lacks)
+            self._forget()
             return None
         return found
 

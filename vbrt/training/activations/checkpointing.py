@@ -77,9 +77,11 @@ class Activations:
     Attributes:
         replay: returns what replays a block's call, of a function and its positional arguments, and keeps its inputs
             alone for the backward pass; None where it is to run eagerly. See `vbrt.model.recorded_blocks`.
+        ran: gets the results of blocks that run eagerly.
     """
 
     replay: Callable[[nn.Module, functools.partial, tuple], Callable[[], Any] | None] | None = None
+    ran: Callable[[Any], None] | None = None
 
     def __init__(
         self, asked: str | int, blocks: Sequence[nn.Module], kinds: Sequence[int], offload: Offload | None
@@ -121,7 +123,12 @@ class Activations:
             recorded = self.replay(block, functools.partial(call, **kwargs), args)
         offloads = mode == OFFLOAD and self.offload is not None
         with self.offload.hooks() if offloads else contextlib.nullcontext():
-            return _checkpointed(block, call, args, kwargs) if recorded is None else recorded()
+            if recorded is not None:
+                return recorded()
+            outputs = _checkpointed(block, call, args, kwargs)
+        if self.ran is not None:
+            self.ran(outputs)
+        return outputs
 
     def stats(self) -> ActivationStats | None:
         """Return the counters; None for "keep"."""

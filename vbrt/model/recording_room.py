@@ -1,0 +1,72 @@
+"""Room for recorded blocks on the GPU, beside what a step needs outside of them.
+
+CUDA graphs keep the memory between their inputs and their results. Blocks share it, but nothing else can use it,
+whereas logits and the head's gradient lie where eager blocks have computed. A card that is just large enough for eager
+blocks would run out of memory in the step behind the capture.
+
+So an eager step frees all cached memory behind its last block: what is reserved when its backward pass has come back to
+that block is what a step needs outside of blocks. Recordings stay if it fits beside them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vbrt.host import accelerator
+from vbrt.libraries.torch_api import tree_leaves
+
+__all__ = ["RecordingRoom"]
+
+_GB = 1e9
+
+
+class RecordingRoom:
+    """Bytes of steps and of their recordings, by the shape of a block's first input."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._measures = accelerator.has_streams(device)
+        self._rest: dict[torch.Size, int] = {}  # bytes that a step reserves outside of blocks
+        self._fitting: set[torch.Size] = set()
+        self._least = 0  # elements of the smallest input whose recordings did not fit; 0: all have
+
+    def measure_rest(self, shape: torch.Size, outputs: Any) -> None:
+        """Measure what the pass takes from here, behind the model's last block, until its backward pass is back. Frees
+        cached memory. outputs: of that block."""
+        if not self._measures:
+            return
+
+        def came_back(gradient: Tensor) -> None:
+            self._rest[shape] = accelerator.memory_reserved(self._device)
+
+        accelerator.empty_cache()
+        for each in tree_leaves(outputs):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(came_back)
+                return
+
+    def refuses(self, shape: torch.Size) -> bool:
+        """True if recordings of this shape, or of a smaller one, did not fit."""
+        return bool(self._least) and shape.numel() >= self._least
+
+    def begin(self, shape: torch.Size) -> int | None:
+        """Free cached memory before the first capture of a shape; return what is reserved. None: nothing to measure."""
+        if not self._measures or shape in self._fitting:
+            return None
+        self._rest.setdefault(shape, accelerator.memory_reserved(self._device))  # not measured: with blocks' own
+        accelerator.empty_cache()
+        return accelerator.memory_reserved(self._device)
+
+    def lacks(self, shape: torch.Size, before: int | None) -> str:
+        """Return why recordings of a shape do not fit, after its first capture; "" if they do. before: by `begin`."""
+        if before is None:
+            return ""
+        accelerator.empty_cache()
+        grown = accelerator.memory_reserved(self._device) - before
+        rest, limit = self._rest[shape], accelerator.memory_limit(self._device)
+        if rest + grown <= limit:
+            self._fitting.add(shape)
+            return ""
+        self._least = min(self._least or shape.numel(), shape.numel())
+        return f"recorded ones keep {grown / _GB:.1f} GB beside {rest / _GB:.1f} GB of a step, of {limit / _GB:.1f} GB"
