@@ -240,6 +240,8 @@ class RecordedBlocks:
             except (RuntimeError, TierError) as error:  # a synchronization, too little memory: torch names it
                 found, self._failed = None, True
                 self._eager(f"recording one failed: {str(error).splitlines()[0][:160]}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._forget()  # the step that goes on eagerly needs the memory
             if found is None:
                 return None
             known[key] = found
@@ -262,25 +264,24 @@ class RecordedBlocks:
         why, before = self._refusal(block, handles), self._room.begin(shape)
         if not why:
             found = _Block(block, call, self._memory, handles, blocks.index(block) if block in blocks else 0)
-            why = found.run_eagerly(handles)
+            why = found.run_eagerly(handles) or self._room.lacks(shape, before, captured=False)
         if not why:
             self._rings.open(blocks)  # before any recording: one more page ends recordings
             why = self._rings.refusal_of(block)
         if why:
-            self._eager(why)
-            return None
+            return self._refused(why, shape)
         if self._recorder is None:
             self._recorder = self._new_recorder(self._stack.device)
         with self._stack.encoding:
             why = found.capture(self._recorder, self._stack, handles, self._rings.places(block))
-        if why:
-            self._eager(why)
-            return None
-        if lacks := self._room.lacks(shape, before):
-            self._eager(lacks)
-            self._forget()
-            return None
-        return found
+        if not why:
+            why = self._room.lacks(shape, before, captured=True)
+        return self._refused(why, shape) if why else found
+
+    def _refused(self, why: str, shape: torch.Size) -> None:
+        self._eager(why)
+        if self._room.refuses(shape):
+            self._forget()  # its memory is needed, and that of recordings of other shapes
 
     def _live_blocks(self) -> list[nn.Module]:
         return [block for block in (ref() for ref in self._blocks) if block is not None]

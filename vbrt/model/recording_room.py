@@ -58,15 +58,18 @@ class RecordingRoom:
         accelerator.empty_cache()
         return accelerator.memory_reserved(self._device)
 
-    def lacks(self, shape: torch.Size, before: int | None) -> str:
-        """Return why recordings of a shape do not fit, after its first capture; "" if they do. before: by `begin`."""
+    def lacks(self, shape: torch.Size, before: int | None, *, captured: bool) -> str:
+        """Return why recordings of a shape do not fit; "" if they do. before: by `begin`. captured: the first block has
+        been captured; else it has run eagerly, which takes about as much."""
         if before is None:
             return ""
-        accelerator.empty_cache()
+        if captured:
+            accelerator.empty_cache()
         grown = accelerator.memory_reserved(self._device) - before
         rest, limit = self._rest[shape], accelerator.memory_limit(self._device)
         if rest + grown <= limit:
-            self._fitting.add(shape)
+            if captured:
+                self._fitting.add(shape)
             return ""
         self._least = min(self._least or shape.numel(), shape.numel())
         return f"recorded ones keep {grown / _GB:.1f} GB beside {rest / _GB:.1f} GB of a step, of {limit / _GB:.1f} GB"
