@@ -57,7 +57,7 @@ _SLOTS = 20  # of a block's largest page, on the GPU: two blocks, and two leases
 PAGE = ROOT / "docs" / "training.md"
 RESULTS = [
     ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json"
-    for run in ("models-", "full-", "peers-", "", "8192-", "experts-", "large-")
+    for run in ("models-", "peers-", "8b-", "gpt2-", "lora-", "experts-")
 ]
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {
