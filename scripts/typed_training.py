@@ -532,7 +532,7 @@ def measured_ways(family: str, options: argparse.Namespace) -> dict:
 def tables() -> str:
     """What was measured, a table for each family; a run's rows stand beside its first one."""
     results = [json.loads(path.read_text()) for path in RESULTS]
-    heads = "by", "tokens a step", "ms a step", "tokens/s", "speed, of the run's first row", "GPU memory, GB"
+    heads = "by", "tokens a step", "ms a step", "tokens/s", "speed, of the run's first row", "GPU memory, GB", "reserved, GB"
     parts = []
     for family, title in _TITLES.items():
         rows = [row for run, result in enumerate(results, 1) for row in _rows(result.get(family, {}), run)]
@@ -551,7 +551,8 @@ def _rows(ways: dict, run: int) -> Iterator[tuple[str, ...]]:
         for tokens in (key for key in found if key.isdigit()):
             one, beside = found[tokens], first[tokens]["seconds"] / found[tokens]["seconds"]
             cells = f"{one['seconds'] * 1e3:,.0f}", f"{one['tokens_per_s']:,.0f}", f"{beside:.2f}"
-            yield f"{name} (run {run})", f"{int(tokens):,}", *cells, f"{one['peak_bytes'] / 1e9:.1f}"
+            peaks = (f"{one[of] / 1e9:.1f}" if of in one else "" for of in ("peak_bytes", "reserved_bytes"))
+            yield f"{name} (run {run})", f"{int(tokens):,}", *cells, *peaks
 
 
 def main() -> None:

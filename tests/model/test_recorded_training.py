@@ -44,7 +44,7 @@ class Trainee:
         own = activations == "transformers"
         if own:
             model.gradient_checkpointing_enable()
-        self.optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        self.optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
         training = {"activations": "keep" if own else activations, "ahead": ahead}
         settings = {"weights": {"min_parameters": 1}, "training": training}
         if device == "cuda":
@@ -106,6 +106,23 @@ def made(request, monkeypatch):
         return Trainee("cpu", **kinds)
 
     return make
+
+
+@pytest.mark.parametrize("made", ["cpu"], indirect=True)
+def test_a_hundred_steps_end_as_in_plain_torch(made):
+    ours, plain = made(), llama(layers=LAYERS, attn_implementation="eager").float().train()
+    optimizer, losses = torch.optim.AdamW(plain.parameters(), 1e-2, fused=True), []
+    for _ in range(100):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain(input_ids=IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert [ours.step() for _ in range(100)] == losses and ours.replays > 90 * LAYERS
+    assert losses[-1] < losses[0] / 2
+    found = ours.state()
+    assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
 
 
 @pytest.mark.parametrize("activations", ["transformers", "recompute", "offload"])
