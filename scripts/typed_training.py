@@ -4,7 +4,8 @@
     python scripts/typed_training.py --table     # the table of docs/training.md, from benchmarks/results
 
 - lora: adapters by PEFT, r = 16 on q and v, gradient checkpointing, of a Llama of the 8B shape: in bf16, in 4 bits with
-  all pages on the GPU and with 1 GiB of them, and with bitsandbytes' NF4 where it is installed.
+  all pages on the GPU and with 1 GiB of them, and with bitsandbytes' NF4 where it is installed; bf16 and 4 bits with
+  `torch.compile` of each block, too. `--copies 2` emulates a slower link: the ring copies each page so often.
 - experts: the same on all routed experts, by `target_parameters`, of 8 layers of Qwen3-30B-A3B's shape: in bf16, in 4
   bits with all experts on the GPU, and with a quarter of them; with the bytes of adapters, gradients and moments.
 - olmoe: the same of a whole OLMoE-1B-7B.
@@ -22,6 +23,7 @@ passes by themselves stand beside "full".
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -33,6 +35,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -47,6 +50,7 @@ from scripts.full_profile import profiled
 from scripts.full_runs import limited, link_rate
 from scripts.measuring import between, machine, markdown_table
 from vbrt.integrations.token_times import llama_8b
+from vbrt.tiers.schedule.stream_link import DirectLink, StreamLink
 
 CONTEXT, LR = 2048, 1e-4
 SHAPE = Llama(layers=24, width=2048, inner=5632, heads=32, kv_heads=4, vocabulary=32000)
@@ -103,6 +107,7 @@ def adapted(model: nn.Module, **targets: list[str]) -> Step:
     adapters = get_peft_model(model, config).train()
     trained = [weight for weight in adapters.parameters() if weight.requires_grad]
     step = typed(adapters, torch.optim.AdamW(trained, LR))
+    step.model = adapters.get_base_model()  # type: ignore[attr-defined]
     step.adapter_bytes = 4 * sum(weight.nbytes for weight in trained)  # type: ignore[attr-defined]  # and moments
     return step
 
@@ -126,6 +131,18 @@ def fp4_streamed(options: argparse.Namespace) -> Step:
     step = adapted(vb)
     step.streams = vb  # type: ignore[attr-defined]
     return step
+
+
+def compiled(make: Callable[[argparse.Namespace], Step]) -> Callable[[argparse.Namespace], Step]:
+    """A way with `torch.compile` of each block."""
+
+    def made(options: argparse.Namespace) -> Step:
+        step = make(options)
+        for block in step.model.get_decoder().layers:  # type: ignore[attr-defined]
+            block.compile()
+        return step
+
+    return made
 
 
 def bitsandbytes_nf4(options: argparse.Namespace) -> Step:
@@ -402,7 +419,14 @@ def fsdp2(options: argparse.Namespace) -> Step:
     return typed(model, torch.optim.AdamW(model.parameters(), LR, fused=True))
 
 
-LORA = {"bf16": bf16, "vbrt fp4": fp4, "vbrt fp4, 1 GiB of pages": fp4_streamed, "bitsandbytes NF4": bitsandbytes_nf4}
+LORA = {
+    "bf16": bf16,
+    "vbrt fp4": fp4,
+    "vbrt fp4, 1 GiB of pages": fp4_streamed,
+    "bitsandbytes NF4": bitsandbytes_nf4,
+    "bf16, compiled blocks": compiled(bf16),
+    "vbrt fp4, compiled blocks": compiled(fp4),
+}
 EXPERTS = {"bf16": experts_bf16, "vbrt fp4": experts_fp4, "vbrt fp4, 25 % of the experts": experts_streamed}
 RESIDENT = {"resident, kept": functools.partial(resident, recompute=False), "resident, recomputed": resident}
 TIERS = {
@@ -428,6 +452,29 @@ SIZES = {
     "full8b": (32768,),
     **dict.fromkeys(("full", *MODELS), (16384, 8192)),
 }
+
+
+@contextlib.contextmanager
+def slower_link(copies: int) -> Iterator[None]:
+    """A link that takes `copies` times as long for what rings and programmes bring: each page is copied so often."""
+
+    def repeated(plain: Callable[..., Callable[[], object]]) -> Callable[..., Callable[[], object]]:
+        def copying(*args: Any) -> Callable[[], None]:
+            start = plain(*args)
+
+            def started() -> None:
+                for _ in range(copies):
+                    start()
+
+            return started
+
+        return copying
+
+    links = [StreamLink, DirectLink] if copies > 1 else []
+    with contextlib.ExitStack() as patches:
+        for link in links:
+            patches.enter_context(mock.patch.object(link, "copying", repeated(link.copying)))
+        yield
 
 
 def moved_by(vb: Any, run: Callable[[], object]) -> dict:
@@ -507,7 +554,10 @@ def measured_ways(family: str, options: argparse.Namespace) -> dict:
         gc.collect()
         emptied()
         try:
-            rows[name] = row_of(make, list(tokens), options)
+            with slower_link(options.copies):
+                rows[name] = row_of(make, list(tokens), options)
+            if options.copies > 1:
+                rows[name]["copies"] = options.copies
         except Exception as error:  # noqa: BLE001  # a peer that is not installed, say: the row says so
             traceback.print_exc()
             rows[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
@@ -532,7 +582,8 @@ def measured_ways(family: str, options: argparse.Namespace) -> dict:
 def tables() -> str:
     """What was measured, a table for each family; a run's rows stand beside its first one."""
     results = [json.loads(path.read_text()) for path in RESULTS]
-    heads = "by", "tokens a step", "ms a step", "tokens/s", "speed, of the run's first row", "GPU memory, GB", "reserved, GB"
+    heads = "by", "tokens a step", "ms a step", "tokens/s", "speed, of the run's first row"
+    heads = *heads, "GPU memory, GB", "reserved, GB"
     parts = []
     for family, title in _TITLES.items():
         rows = [row for run, result in enumerate(results, 1) for row in _rows(result.get(family, {}), run)]
@@ -561,6 +612,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--layers", type=int, default=None, help="of lora (32) and experts (8)")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--copies", type=int, default=1, help="of each page that a ring brings: 2 emulates half the link"
+    )
     parser.add_argument("--only", action="append")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)

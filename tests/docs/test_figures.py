@@ -110,11 +110,7 @@ SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]],
         ],
     ),
     ("README.md", "**{:,.0f} tokens a second**", lambda: [round(16384 / large()["seconds"], -2)]),
-    (
-        "README.md",
-        "takes {:.1f} s a step of 32,768 tokens where its passes alone take {:.1f}, in {:.1f} GB",
-        typed_8b,
-    ),
+    ("README.md", "takes {:.1f} s a step of 32,768 tokens where its passes alone take {:.1f}, in {:.1f} GB", typed_8b),
     (
         "README.md",
         (
