@@ -72,6 +72,7 @@ def test_mps_copies_without_streams_and_counts_what_the_system_recommends(looked
     found = looked_for("mps")
     assert set(found.LACKS) == {"streams", "graphs", "registration"} and not found.has_streams(torch.device("mps"))
     assert found.mem_get_info() == (70, 100) and found.memory_reserved(0) == 30
+    assert found.memory_limit(torch.device("mps")) == 100
     assert found.current_device() == 0 and found.get_device_properties(0).total_memory == 100
     found.synchronize(torch.device("mps"))
     with found.device("mps"):

@@ -135,10 +135,10 @@ def test_labels_of_another_number_raise_as_they_do_plainly(chunks):
     logits, labels = made("cpu", torch.bfloat16, 2, 40)
     with pytest.raises(ValueError, match="batch_size"):
         TokenLoss(ForCausalLMLoss)(logits, labels[:, :-1], VOCABULARY)
-    with pytest.raises(IndexError):
-        ForCausalLMLoss(logits, labels.clamp(min=0) + VOCABULARY, VOCABULARY)
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        TokenLoss(ForCausalLMLoss)(logits, labels.clamp(min=0) + VOCABULARY, VOCABULARY)
+    for wrong, ignored in ((labels.clamp(min=0) + VOCABULARY, -100), (labels.clamp(max=-100), 0)):
+        for loss in (ForCausalLMLoss, TokenLoss(ForCausalLMLoss)):
+            with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+                loss(logits, wrong, VOCABULARY, ignore_index=ignored)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ class RecordedBlocks:
             recordings = sum(isinstance(each, _Block) for each in known.values())
             if self._failed or recordings >= _MOST or self._room.refuses(shape):
                 return None
-            self._last = shape if found == _EAGER_CALLS - 1 and block is self._live_blocks()[-1] else None
+            self._last = shape if found == _EAGER_CALLS - 1 and self._live_blocks()[-1:] == [block] else None
             if found != _EAGER_CALLS:  # once refused, it stays eager
                 return None
             try:
@@ -261,8 +261,9 @@ class RecordedBlocks:
 
     def _record(self, block: nn.Module, call: _Call) -> "_Block | None":
         handles, blocks, shape = _handles_of(block), self._live_blocks(), call.tensors[0].shape
-        why, before = self._refusal(block, handles), self._room.begin(shape)
+        why = self._refusal(block, handles)
         if not why:
+            before = self._room.begin(shape)
             found = _Block(block, call, self._memory, handles, blocks.index(block) if block in blocks else 0)
             why = found.run_eagerly(handles) or self._room.lacks(shape, before, captured=False)
         if not why:

@@ -28,6 +28,7 @@ class RecordingRoom:
         self._device = device
         self._measures = accelerator.has_streams(device)
         self._rest: dict[torch.Size, int] = {}  # bytes that a step reserves outside of blocks
+        self._before: dict[torch.Size, int] = {}  # bytes reserved before the first capture
         self._fitting: set[torch.Size] = set()
         self._least = 0  # elements of the smallest input whose recordings did not fit; 0: all have
 
@@ -51,12 +52,15 @@ class RecordingRoom:
         return bool(self._least) and shape.numel() >= self._least
 
     def begin(self, shape: torch.Size) -> int | None:
-        """Free cached memory before the first capture of a shape; return what is reserved. None: nothing to measure."""
+        """Return what is reserved before the first capture of a shape, with cached memory freed. None: nothing to
+        measure."""
         if not self._measures or shape in self._fitting:
             return None
-        self._rest.setdefault(shape, accelerator.memory_reserved(self._device))  # not measured: with blocks' own
-        accelerator.empty_cache()
-        return accelerator.memory_reserved(self._device)
+        if shape not in self._before:  # once: blocks that cannot be recorded come here, too
+            self._rest.setdefault(shape, accelerator.memory_reserved(self._device))  # not measured: with blocks' own
+            accelerator.empty_cache()
+            self._before[shape] = accelerator.memory_reserved(self._device)
+        return self._before[shape]
 
     def lacks(self, shape: torch.Size, before: int | None, *, captured: bool) -> str:
         """Return why recordings of a shape do not fit; "" if they do. before: by `begin`. captured: the first block has

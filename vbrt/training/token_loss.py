@@ -22,7 +22,7 @@ __all__ = ["TokenLoss"]
 
 _CHUNK = 1 << 24  # logits: 64 MiB in fp32
 _ROWS = 16  # tokens of a chunk are a multiple: torch's kernels round by the alignment of a token's row
-_IGNORED = -100
+_IGNORED = torch.iinfo(torch.long).min  # no label, whatever a model ignores
 
 
 class TokenLoss:
@@ -41,7 +41,7 @@ class TokenLoss:
         labels: Tensor | None,
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = _IGNORED,
+        ignore_index: int = -100,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
