@@ -1,10 +1,11 @@
 """GPU allocation sizes for operators on fake tensors, where CPU fallbacks allocate differently.
 
 Attention: torch's fused kernels keep no scores, the math definition keeps all; fake tensors would take the CPU's
-kernels, or fall back to the definition where those refuse. Autocast: softmax and norms compute in fp32 on a GPU. Layers
-that train in 4 bits keep no rounded weight. Sizes of fused attention are those of FlashAttention-2 as torch calls it
-(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): outputs and one fp32 per row; in the backward an fp32
-copy of the queries' gradient, and where heads share keys, gradients of keys and values for every head.
+kernels, or fall back to the definition where those refuse. Autocast: softmax and norms compute in fp32 on a GPU,
+attention in 16 bits. Layers that train in 4 bits keep no rounded weight. Sizes of fused attention are those of
+FlashAttention-2 as torch calls it (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): outputs and one
+fp32 per row; in the backward an fp32 copy of the queries' gradient, and where heads share keys, gradients of keys and
+values for every head.
 """
 
 import contextlib
@@ -113,6 +114,8 @@ def _sized_attention(plain: Callable[..., Tensor], kernel: str, meter: Meter) ->
     def sized(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(query, FakeTensor):
             return plain(query, key, value, *args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):  # rotary embeddings have made queries and keys fp32
+            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
         mask = kwargs.get("attn_mask", args[0] if args else None)
         if kernel == "flash" and mask is not None and mask.is_floating_point():  # a bias, as T5 has it
             dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
