@@ -8,6 +8,7 @@ the link decides, or within 25 %.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -24,11 +25,13 @@ import torch  # after the checkout is on the path
 from torch import nn
 
 import vbrt
+from scripts import full_models, typed_training
 from scripts.advice import cases
 from scripts.advice_cpu import CANDIDATES, TASKS
 from scripts.cpu_models import SHAPES, random_model
 from scripts.estimates import estimated_355m, last_logits, llama_8b_meta
 from scripts.experts_decode import build
+from scripts.full_models import llama_of
 from scripts.lm import LanguageModel, Shape
 from vbrt.config import Machine, VBConfig
 from vbrt.estimation.advice.candidates import Asked
@@ -39,11 +42,22 @@ from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.planned_estimate import bare_model
 from vbrt.estimation.memory.task import Task
 from vbrt.model.planner import make_plan
+from vbrt.model.repeated_blocks import stacks_of
 
 _RESULTS = ROOT / "benchmarks" / "results"
 _PAGE = ROOT / "docs" / "predictions.md"
 ON = Machine(140 << 30, 139 << 30, 128 << 30, 120 << 30, 1 << 40)
+MUCH = Machine(140 << 30, 139 << 30, 256 << 30, 250 << 30)
 HOST = Machine(None, None, 32 << 30, 32 << 30)
+#: families of scripts/typed_training.py
+_TYPED = {
+    "full": "Llama 1.2B",
+    "full8b": "Llama 8B in 24 GB",
+    "gpt2": "GPT-2 large",
+    "qwen3": "Qwen3 0.6B",
+    "vit": "ViT huge",
+    "lora": "LoRA on q and v, 8B",
+}
 _SAMPLED = (10, 30, 50, 70, 90, 100)  # percents of a sweep
 
 
@@ -201,6 +215,80 @@ def training(rates: Rates) -> Iterator[Row]:
             yield row_of(f"355M, {kind}: {name}", bare_model(model, found.task), found, rates, row["ms"])
 
 
+@contextlib.contextmanager
+def _meta_of_gpu() -> Iterator[None]:
+    """Context in which scripts/typed_training.py makes its models as on a GPU, on the meta device."""
+    before, typed_training.DEVICE = typed_training.DEVICE, "cuda"
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        typed_training.DEVICE = before
+
+
+def _trainee(family: str) -> nn.Module:
+    """Return a model of scripts/typed_training.py, without dropout, with adapters where its family has them."""
+    with _meta_of_gpu():
+        if family in typed_training.MODELS:
+            model = typed_training.MODELS[family]()
+        elif family == "full":
+            model = llama_of(typed_training.SHAPE)
+        elif family == "full8b":
+            model = llama_of(full_models.SHAPES["8b"]).to(torch.bfloat16)
+        else:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(llama_8b_meta(), LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _typed_config(family: str, way: str, model: nn.Module) -> VBConfig | None:
+    """Return the config of a way of scripts/typed_training.py; None: unwrapped."""
+    if "vbrt" not in way:
+        return None
+    if family == "lora":
+        return _config("fp4", (1 << 30) if "1 GiB" in way else None)
+    training = {"activations": "offload" if "offloaded" in way else "recompute"}
+    if way.startswith("Trainer"):
+        training["ahead"] = 0  # it clips, so that no update begins before the backward pass has ended
+    if family == "full8b":
+        weights, pages = {"embeddings": True, "keep_head": False}, typed_training._PAGES_8B
+    else:
+        blocks = model.get_submodule(stacks_of(model)[0].name)
+        weights, pages = {}, 2 * typed_training._SLOTS * max(weight.numel() for weight in blocks.parameters())
+    return vbrt.load_config("full", tiers={"gpu": {"budget": pages}}, training=training, weights=weights)
+
+
+def _typed_task(family: str, way: str, tokens: int) -> Task:
+    sizes = (tokens // 256, 256) if family == "vit" else (tokens // typed_training.CONTEXT, typed_training.CONTEXT)
+    adapted = family == "lora"
+    mixed = not adapted and family != "full8b"
+    return Task("train", *sizes, checkpointing=adapted or "vbrt" not in way, mixed=mixed)
+
+
+def typed(known: Rates) -> Iterator[Row]:
+    """Yield times of training of transformers' models: scripts/typed_training.py. Left out are other libraries' ways,
+    passes without an update, and adapters on experts, which no task has."""
+    models: dict[str, Model] = {}
+    for run in ("models", "gpt2", "8b", "lora", "peers"):
+        committed = _committed(f"typed-training-{run}")
+        found = ((family, way) for family in committed if family != "machine" for way in committed[family])
+        for family, way in found:
+            if not way.startswith(("Trainer", "resident", "vbrt", "bf16")):
+                continue
+            if family not in models:
+                models[family] = Model(_trainee(family), known, MUCH)
+            for tokens, one in committed[family][way].items():
+                if tokens.isdigit():
+                    task = _typed_task(family, way, int(tokens))
+                    config = _typed_config(family, way, models[family].bare(task))
+                    case = f"{_TYPED[family]}, {int(tokens):,} tokens: {way}{', run of peers' * (run == 'peers')}"
+                    yield models[family].row(case, task, config, 1e3 * one["seconds"])
+
+
 def config_of(row: dict[str, Any]) -> VBConfig | None:
     """Return the config that a setting of scripts/advice.py ran under: all of it, or, as older rows have it, the preset
     and the GPU's budget; None: unwrapped."""
@@ -229,10 +317,15 @@ def followed(committed: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Estima
         yield row, found, predict(model.bare(task), found, own, hit_rate=row.get("hit_rate"))
 
 
+def _trained_otherwise(row: dict[str, Any]) -> bool:
+    """True for a setting that trained from the tiers before recorded blocks, updates ahead and losses in chunks."""
+    return row["task"]["kind"] == "train" and row["config"] is not None and "ahead" not in row["config"]["training"]
+
+
 def advice() -> Iterator[Row]:
-    """Yield the times of these settings, but those of steps that should have been recorded and were not."""
+    """Yield the times of these settings, but those of steps that are recorded now and were not."""
     for row, found, speed in followed(_committed("advice")):
-        if row.get("ms") is not None and not (row["eager"] and found.recorded):
+        if row.get("ms") is not None and not (row["eager"] and found.recorded) and not _trained_otherwise(row):
             yield Row(f"{row['case']}: {row['name']}", speed.ms, row["ms"], speed.bound)
 
 
@@ -260,6 +353,7 @@ def every() -> Iterator[Row]:
     yield from missed_experts(known)
     yield from advice()
     yield from training(known)
+    yield from typed(known)
 
 
 def on_cpu() -> Iterator[Row]:

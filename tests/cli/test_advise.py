@@ -49,7 +49,7 @@ def test_a_cost_model_of_another_machine_is_a_file(config_json, tmp_path, capsys
     file = tmp_path / "own.toml"
     file.write_text(H200.read_text().replace("NVIDIA H200", "RTX 4090"))
     assert cli.main([*arguments, "--cost-model", str(file)]) == 0
-    assert "times by the cost model of RTX 4090, 2026-11-24" in capsys.readouterr().out
+    assert "times by the cost model of RTX 4090, 2026-11-29" in capsys.readouterr().out
     file.write_text("")
     assert cli.main([*arguments, "--cost-model", str(file)]) == 2
     assert f"{file}: computes_on" in capsys.readouterr().err

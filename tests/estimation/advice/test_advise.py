@@ -30,10 +30,10 @@ def traces() -> Iterator[None]:
     """Trace each task of a model once for all tests: machines differ, traces do not."""
     known: dict = {}
 
-    def once(bare: nn.Module, task: vbrt.Task, plan: object) -> object:
-        key = bare.config.hidden_size, bare.dtype, task, held_alike(bare, plan, task)
+    def once(bare: nn.Module, task: vbrt.Task, plan: object, activations: str | int) -> object:
+        key = bare.config.hidden_size, bare.dtype, task, activations, held_alike(bare, plan, task)
         if key not in known:
-            known[key] = whole_trace(bare, task, plan)
+            known[key] = whole_trace(bare, task, plan, activations)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

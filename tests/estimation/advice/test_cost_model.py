@@ -53,19 +53,19 @@ def test_a_file_without_any_one_of_its_keys_is_refused(text, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("exposed_share = 0.5", "exposed_shares = 0.5", 'exposed_shares: unknown; did you mean "exposed_share"?'),
-        ("exposed_share = 0.5", 'exposed_share = "half"', 'exposed_share = "half"; expected a number above 0'),
-        ("exposed_share = 0.5", "exposed_share = true", "exposed_share = true; expected a number above 0"),
-        ("exposed_share = 0.5", "exposed_share = nan", "exposed_share = nan; expected a number above 0"),
-        ("exposed_share = 0.5", "exposed_share = 0", "exposed_share = 0; expected a number above 0"),
-        ("exposed_share = 0.5", "exposed_share = 0.5\nattention_share = 1", "attention_share: unknown"),
+        ("merged_bytes = 21", "merge_bytes = 21", 'merge_bytes: unknown; did you mean "merged_bytes"?'),
+        ("merged_bytes = 21", 'merged_bytes = "many"', 'merged_bytes = "many"; expected a number above 0'),
+        ("merged_bytes = 21", "merged_bytes = true", "merged_bytes = true; expected a number above 0"),
+        ("merged_bytes = 21", "merged_bytes = nan", "merged_bytes = nan; expected a number above 0"),
+        ("merged_bytes = 21", "merged_bytes = 0", "merged_bytes = 0; expected a number above 0"),
+        ("merged_bytes = 21", "merged_bytes = 21\nattention_share = 1", "attention_share: unknown"),
         ("table = 0.28", "tables = 0.28", "packed_read_share.tables: unknown"),
         ("table = 0.28", "table = -1", "packed_read_share.table = -1; expected a number above 0"),
         ("512 = 1.1", "few = 1.1", "expected a table from numbers of tokens"),
-        ("2026-11-24", '"2026-11-24"', 'date = "2026-11-24"; expected a date without quotes'),
+        ("2026-11-29", '"2026-11-29"', 'date = "2026-11-29"; expected a date without quotes'),
         ('machine = "NVIDIA H200"', 'machine = ""', 'machine = ""; expected a string'),
         ('computes_on = "gpu"', 'computes_on = "npu"', 'computes_on = "npu"; expected "gpu" or "cpu"'),
-        ("exposed_share = 0.5", "exposed_share", "not valid TOML"),
+        ("merged_bytes = 21", "merged_bytes", "not valid TOML"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_with_its_name_the_key_and_what_would_do(old, new, said, tmp_path):
@@ -95,8 +95,8 @@ def test_another_set_changes_what_advice_predicts_and_advice_names_it(model, tmp
     for mine, its in zip(ours.choices, other.choices, strict=True):
         more = 1000 if mine.name in names else 0
         assert its.speed.device_ms == pytest.approx(mine.speed.device_ms + more)
-    assert "times by the cost model of slow, 2026-11-24" in str(other)
-    assert other.to_dict()["cost_model"] == {"machine": "slow", "date": "2026-11-24", "script": "scripts/times.py"}
+    assert "times by the cost model of slow, 2026-11-29" in str(other)
+    assert other.to_dict()["cost_model"] == {"machine": "slow", "date": "2026-11-29", "script": "scripts/times.py"}
     assert ours.to_dict()["cost_model"]["machine"] == "NVIDIA H200"
 
 

@@ -26,9 +26,11 @@ from vbrt.estimation.memory.gpu_share import SLACK, besides, endless, leased_byt
 from vbrt.estimation.memory.planned_estimate import bare_model, estimate_of
 from vbrt.estimation.memory.planned_weights import held_alike
 from vbrt.estimation.memory.task import Task
+from vbrt.estimation.memory.traced_checkpointing import asked_of
 from vbrt.libraries.transformers_api import checkpointing_switch
 from vbrt.model.planner import make_plan
 from vbrt.report.progress import Progress
+from vbrt.residency.activation_plan import KEEP
 from vbrt.residency.plan import Plan
 
 __all__ = ["Asked", "candidates", "nearest"]
@@ -82,7 +84,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         self._bare: dict[int, nn.Module] = {}
-        self._traces: dict[tuple[Task, Hashable], Trace] = {}
+        self._traces: dict[tuple[Task, str | int, Hashable], Trace] = {}
 
     def on(self, machine: Machine) -> "Asked":
         """Return the same model on another machine, sharing the traces."""
@@ -156,9 +158,10 @@ class Asked:
         return load_config(config, tiers={plan.compute_tier: {"budget": size_text(budget)}})
 
     def _found(self, bare: nn.Module, task: Task, config: VBConfig | None, plan: Any) -> Estimate:
-        key = task, held_alike(bare, plan, task)
+        activations = KEEP if plan is None else asked_of(config, plan.compute_tier)
+        key = task, activations, held_alike(bare, plan, task)
         if key not in self._traces:
-            self._traces[key] = whole_trace(bare, task, plan)
+            self._traces[key] = whole_trace(bare, task, plan, activations)
         return estimate_of(bare, task, config, self.machine, plan, self._traces[key])
 
 

@@ -93,7 +93,9 @@ class CostModel:
     routed_layer_us: float = _key()
     update_launches: float = _key()
     update_bytes: Mapping[str, float] = _key(_numbers("fp32", "8bit"))
-    exposed_share: float = _key()
+    block_launches: float = _key(tier="gpu", default=0.0)
+    train_operator_us: float = _key(tier="gpu", default=0.0)
+    elementwise_train_share: float | None = _key(tier="gpu", default=None)  # None: as in other passes
     few_rows_read_share: float = _key(tier="gpu", default=1.0)
     few_rows_most: float = _key(tier="gpu", default=0)
     fp8_matmul_ratio: Mapping[int, float] | None = _key(_by_tokens, tier="gpu", default=None)

@@ -5,6 +5,10 @@ computes, and the host that launches it where no graph does. Weights that the CP
 not copied, and their time adds to the device's, which waits for them. Experts that a step misses are waited for. What
 runs is traced (`Meter.work`); weights are read as the plan holds them. `CostModel` has the shares of a peak that
 kernels reach. A CPU launches nothing: its host and device are one, so that their times add up.
+
+Training: checkpointed blocks are CUDA graphs (`vbrt.model.recorded_blocks`), so the host launches what is outside of
+them. Updates on the host begin within the backward pass where there is memory for them, else with the step; the next
+forward waits for the rest.
 """
 
 from collections.abc import Collection, Iterable
@@ -19,14 +23,17 @@ from vbrt.estimation.advice.cost_model import CostModel, default_cost_model, ker
 from vbrt.estimation.advice.machine_rates import Rates
 from vbrt.estimation.memory.estimate_report import Estimate
 from vbrt.estimation.memory.expert_workspace import touched_share
-from vbrt.estimation.memory.task import Task
+from vbrt.estimation.memory.traced_checkpointing import asked_of
 from vbrt.kernels.cpu.experts import is_decoded
+from vbrt.model.repeated_blocks import stacks_of
 from vbrt.model.weight_choice import choose
+from vbrt.residency.activation_plan import OFFLOAD, RECOMPUTE
 from vbrt.residency.byte_text import format_bytes
 from vbrt.residency.hosted_share import CALL_S, MORE, HostRates, Sides, planned_sides
 from vbrt.residency.miss_policy import missed_gb_per_s
 from vbrt.residency.plan import Plan, Swap
 from vbrt.residency.token_cost import LINK_GB_PER_S, TokenCost, token_cost
+from vbrt.residency.training_memory import GRADIENT
 
 __all__ = ["Speed", "experts_us", "predict", "product_us", "streamed_share"]
 
@@ -38,7 +45,8 @@ _HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Milliseconds of a step, and of what runs side by side in it; an update on the host is not hidden as a whole.
+    """Milliseconds of a step, and of what runs side by side in it; of an update on the host the next forward waits for
+    what does not fit beside the passes.
 
     cpu_ms, hosted_bytes: of weights that the CPU computes where they lie, while the device waits.
     """
@@ -153,7 +161,7 @@ def _predict(
 ) -> Speed:
     task, plan = found.task, found.plan
     tokens = task.batch if task.kind == "decode" else task.batch * task.context
-    passes = _passes(task, plan)
+    passes = _passes(found)
     device = 1e3 * _device_s(model, found, rates, costs, tokens, passes)
     hosted, sides = _hosted(found, rates, 1e-3 * device)
     cpu = 1e3 * sides.cpu_s
@@ -167,35 +175,96 @@ def _predict(
         routed = sum(_routed_us(swap, costs, fetches=missed > 0) for swap in plan.routed)
         device += 1e-3 * (costs.weight_us * len(plan.swaps) + routed) + costs.generate_ms
     else:
-        of_operator = costs.recorded_operator_launches if recorded else costs.operator_launches[task.kind]
-        launches = found.work.get("operators", 0) * of_operator
-        launches += len(plan.swaps) * costs.lease_launches * passes if plan is not None and link else 0
-        launches += len(plan.swaps) * costs.update_launches if plan is not None and plan.mode == "full" else 0
-        routed = costs.routed_layer_us * len(plan.routed) if plan is not None and not recorded else 0.0
-        host = 1e-3 * (launches * rates.launch_us + routed)
+        host = 1e-3 * _host_us(model, found, rates, costs, passes if link else 0, recorded=recorded)
     # a copy waits for a slot of the ring where the CPU has several pages in a row
     computing = max(device + cpu, 1e3 * sides.pass_s) if hosted else device
     beside = max(link - waited, computing, host) if costs.queued else max(link - waited, device + host)
     update, longest = _update_ms(found, rates, costs), beside + waited
-    ms = max(longest, update) + costs.exposed_share * min(longest, update)
+    ms = longest
+    if update:
+        forward = longest / passes
+        ms += _exposed_ms(update, forward, longest - forward, found, costs) + _step_ms(found, rates, costs)
     return Speed(ms, link, device, host, tokens, update, cpu, sides.hosted_bytes)
+
+
+# -- the host ---------------------------------------------------------------------------------------------------------
+
+
+def _host_us(
+    model: nn.Module, found: Estimate, rates: Rates, costs: CostModel, leases: int, *, recorded: bool
+) -> float:
+    """Return the microseconds in which the host launches a step; leases: of each weight. recorded: it is replayed."""
+    plan, blocks = found.plan, _records_blocks(found)
+    of_operator = costs.recorded_operator_launches if recorded else costs.operator_launches[found.task.kind]
+    operators = found.work.get("operators", 0) - blocks * found.work.get("block operators", 0)
+    launches = operators * of_operator
+    if blocks:
+        launches += costs.block_launches * sum(len(stack.kinds) for stack in stacks_of(model))
+    elif plan is not None:
+        launches += costs.lease_launches * len(plan.swaps) * leases
+    routed = 0 if plan is None or recorded or blocks else len(plan.routed)
+    return launches * rates.launch_us + costs.routed_layer_us * routed
+
+
+def _records_blocks(found: Estimate) -> bool:
+    """True if blocks that compute again in the backward pass are replayed as CUDA graphs, which have to fit the GPU."""
+    plan, config = found.plan, found.config
+    if plan is None or config is None or plan.compute_tier != "gpu" or not config.compute.captures:
+        return False
+    stacked = plan.mode == "full" and any(swap.experts for swap in plan.swaps)  # experts that train are eager
+    return plan.mode != "train" and not stacked and _recomputes(found)
+
+
+def _recomputes(found: Estimate) -> bool:
+    """True if a training step computes all of its blocks a second time; under a budget in bytes only some do."""
+    return found.task.trains and (
+        found.task.checkpointing or asked_of(found.config, found.compute_tier) in (RECOMPUTE, OFFLOAD)
+    )
+
+
+def _passes(found: Estimate) -> int:
+    """Return how often a step goes through the weights: forward, gradients of inputs, of weights, and once more."""
+    task, plan = found.task, found.plan
+    if not task.trains:
+        return 1
+    all_train = not task.lora and (plan is None or plan.mode != "infer")
+    return 2 + all_train + _recomputes(found)
+
+
+# -- updates of weights that train from the tiers ---------------------------------------------------------------------
 
 
 def _update_ms(found: Estimate, rates: Rates, costs: CostModel) -> float:
     """Return the milliseconds of an update of weights that train from the tiers; else 0."""
     plan = found.plan
-    if plan is None or plan.mode != "full":
+    if plan is None or plan.mode != "full" or not found.task.trains:
         return 0.0
     nbytes = costs.update_bytes[found.config.training.moments] * sum(swap.site.parameters for swap in plan.swaps)
     return nbytes / (1e6 * rates.host_gb_s)
 
 
-def _passes(task: Task, plan: Plan | None) -> int:
-    """Return how often a step goes through the weights: forward, gradients of inputs, of weights, and once more."""
-    if not task.trains:
-        return 1
-    all_train = not task.lora and (plan is None or plan.mode != "infer")
-    return 2 + all_train + task.checkpointing
+def _exposed_ms(update: float, forward: float, backward: float, found: Estimate, costs: CostModel) -> float:
+    """Return the milliseconds of an update that passes of so many milliseconds wait for.
+
+    An update ahead of the step runs beside the backward pass. The first layers' gradients come last, and the next
+    forward needs them first, so that it waits for all that is left. What is updated by the step, in the order of the
+    forward, runs beside that. A CPU that computes the model has no time for an update beside.
+    """
+    if not costs.queued:
+        return update
+    ahead = _ahead_share(found) * update
+    return max(0.0, ahead - backward) + max(0.0, update - ahead - forward)
+
+
+def _ahead_share(found: Estimate) -> float:
+    """Return the share of updates that begin within the backward pass, by the memory that they take."""
+    pages = [page.nbytes for swap in found.plan.swaps for page in swap.pages if page.plane != GRADIENT]
+    return min(1.0, found.spare_bytes / max(1, sum(pages)))
+
+
+def _step_ms(found: Estimate, rates: Rates, costs: CostModel) -> float:
+    """Return the milliseconds of the optimizer's step between two passes, apart from the updates, in Python."""
+    return 1e-3 * costs.update_launches * rates.launch_us * len(found.plan.swaps)
 
 
 # -- the device -------------------------------------------------------------------------------------------------------
@@ -217,11 +286,13 @@ def _device_s(model: nn.Module, found: Estimate, rates: Rates, costs: CostModel,
     merged = sum(costs.merged_bytes * _elements(swap, tokens) for swap in swaps if swap.fine == "exact")
     if plan is not None and plan.mode == "train":
         rounded = sum(costs.rounded_bytes * _elements(swap, tokens) for swap in swaps)
-        merged = rounded * (2 + task.checkpointing) / passes
-    moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / costs.elementwise_share
+        merged = rounded * (2 + _recomputes(found)) / passes
+    elementwise = costs.elementwise_train_share or costs.elementwise_share if task.trains else costs.elementwise_share
+    moved = 0 if task.kind == "decode" and plan is not None else found.work.get("moved", 0) / elementwise
+    ramps = 1e-6 * costs.train_operator_us * found.work.get("operators", 0) if task.trains else 0.0
     cache = sum(row.nbytes for row in found.rows if row.name == "KV cache") / costs.cache_read_share
     computing = products / (_packed(found.config, costs, tokens) if packed else 1.0)
-    return max(read * passes / rate, computing) + (merged * passes + moved + cache) / rate
+    return max(read * passes / rate, computing) + (merged * passes + moved + cache) / rate + ramps
 
 
 def _flops_s(rates: Rates, costs: CostModel, dtype: str, trains: bool, *, packed: bool = False) -> float:

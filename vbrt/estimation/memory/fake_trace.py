@@ -137,9 +137,10 @@ class _Run:
                 where = f"{name}.{kind}." + ("first" if kind not in kinds[:at] else "more")
                 after = f"after {name}" if at + 1 == len(kinds) else f"{name}.between"
                 before = f"before {name}" if at == 0 else f"{name}.between"
-                hooks.append(block.register_forward_pre_hook(lambda *_, where=where: self._enter(where)))
+                hooks.append(block.register_forward_pre_hook(lambda *_, where=where: self._enter(where, inside=True)))
                 hooks.append(block.register_forward_hook(lambda *_, after=after: self._enter(after)))
-                hooks.append(block.register_full_backward_pre_hook(lambda *_, where=where: self._back(where)))
+                begin = lambda *_, where=where: self._back(where, inside=True)  # noqa: E731
+                hooks.append(block.register_full_backward_pre_hook(begin))
                 hooks.append(block.register_full_backward_hook(lambda *_, before=before: self._back(before)))
         try:
             yield
@@ -147,16 +148,16 @@ class _Run:
             for hook in hooks:
                 hook.remove()
 
-    def _enter(self, where: str) -> None:
+    def _enter(self, where: str, *, inside: bool = False) -> None:
         if self._stage != "backward":
-            self._phase(where)
+            self._phase(where, inside=inside)
 
-    def _back(self, where: str) -> None:
+    def _back(self, where: str, *, inside: bool = False) -> None:
         if self._stage == "backward":
-            self._phase(where)
+            self._phase(where, inside=inside)
 
-    def _phase(self, where: str) -> None:
-        self.meter.phase = f"{self._stage}: {where}"
+    def _phase(self, where: str, *, inside: bool = False) -> None:
+        self.meter.phase, self.meter.in_block = f"{self._stage}: {where}", inside
         self.meter.note()
 
     def _begin(self, stage: str, kind: str) -> None:

@@ -39,15 +39,17 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         phase: current phase, set by the caller.
+        in_block: True while a repeated block runs, set by the caller.
         kind: category of storages made now.
         peaks: peak bytes of each phase.
-        work: counters: "operators", bytes read and written ("moved"), and FLOPs of matmuls by dtype ("flops bfloat16"),
-            with fused attention apart ("attention bfloat16").
+        work: counters: "operators", those within repeated blocks ("block operators"), bytes read and written ("moved"),
+            and FLOPs of matmuls by dtype ("flops bfloat16"), with fused attention apart ("attention bfloat16").
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = self.kind = ""
+        self.in_block = False
         self.peaks: dict[str, int] = {}
         self.live: Counter[str] = Counter()
         self.work: Counter[str] = Counter()
@@ -105,6 +107,7 @@ class Meter(TorchDispatchMode):
         """Add an operator to `work`."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.work["operators"] += 1
+        self.work["block operators"] += self.in_block
         if operator in _ROUTED:
             return
         if operator in self._flops_of and made:
