@@ -71,3 +71,26 @@ def test_arguments_of_frames_that_changed_are_announced(monkeypatch):
     monkeypatch.setattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy", lambda: None)
     with pytest.warns(UserWarning, match="takes 0 positional arguments but 2 were given.*two seconds"):
         assert not torch_api.skip_frames_of(lambda: None)
+
+
+@pytest.mark.parametrize("lacks", ["nothing", "_keeps_graph", "_storage_uses"])
+@pytest.mark.parametrize("holds", ["nothing", "the tensor", "a view", "the graph"])
+def test_a_saved_tensor_may_be_overwritten_where_nothing_else_can_read_it(holds, lacks, monkeypatch):
+    class Saved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.detach())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            told.append(torch_api.may_overwrite(*ctx.saved_tensors))
+            return dy
+
+    if lacks != "nothing":
+        monkeypatch.setattr(torch_api, lacks, None)
+    told, x = [], torch.zeros(4, requires_grad=True) * 1
+    y, held = Saved.apply(x), {"the tensor": x, "a view": x.detach()[:2]}.get(holds)
+    del x
+    y.sum().backward(retain_graph=holds == "the graph")
+    assert told == [holds == lacks == "nothing"] and (held is None) is (holds in ("nothing", "the graph"))

@@ -13,6 +13,7 @@ import torch
 
 import vbrt
 from tests.models import gpt2, llama, qwen3_moe, wrap
+from vbrt.training import token_loss
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402 - needs it
@@ -80,6 +81,17 @@ def test_a_wrapped_model_has_the_logits_of_the_plain_one_and_unwraps_to_it(make)
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_loss_in_chunks_is_transformers_own(make, monkeypatch):
+    monkeypatch.setattr(token_loss, "_CHUNK", 16)
+    plain = make()
+    ids = torch.arange(3, 43)[None]
+    wanted = plain(input_ids=ids, labels=ids).loss
+    with wrap(copy.deepcopy(plain), "exact") as vb:
+        assert isinstance(vb.module.loss_function, token_loss.TokenLoss)
+        assert torch.equal(vb(input_ids=ids, labels=ids).loss, wanted)
 
 
 def test_generate_gives_the_tokens_of_transformers(nothing_is_outdated):
