@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import vbrt
+from scripts.full_models import drawn_in
 from scripts.measuring import machine
 from scripts.missed_breakdown import Spans, breakdown
 from scripts.recorded_routing import Recorded, mapped
@@ -91,17 +92,6 @@ def build(layers: int, device: torch.device, **shape: int) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device), drawn_in(torch.bfloat16):
         return Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
-
-
-@contextlib.contextmanager
-def drawn_in(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which models are made in a dtype."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def routers(model: nn.Module) -> list[nn.Module]:

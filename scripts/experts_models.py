@@ -50,6 +50,7 @@ from scripts.experts_decode import (
     weights_of,
 )
 from scripts.experts_prompt import route_at_random, seconds
+from scripts.full_models import drawn_in
 from scripts.measuring import machine
 from vbrt.estimation.advice.machine_rates import link_gb_s
 
@@ -91,13 +92,8 @@ def build(published: Published, layers: int, device: torch.device, **sizes: obje
         **published.sizes | {"num_hidden_layers": layers} | sizes
     )
     torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = getattr(transformers, f"{published.kind}ForCausalLM")(config)
-    finally:
-        torch.set_default_dtype(default)
+    with torch.device(device), drawn_in(torch.bfloat16):
+        model = getattr(transformers, f"{published.kind}ForCausalLM")(config)
     return model.eval().requires_grad_(False), whole
 
 

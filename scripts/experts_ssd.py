@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # scripts are no package
 
+from scripts.full_models import drawn_in
 from scripts.measuring import drop_page_cache, interleaved, seconds
 
 #: preset by the name of its row
@@ -44,12 +45,8 @@ def moe(layers: int = 6):
         dtype=torch.bfloat16,
     )
     torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with drawn_in(torch.bfloat16):
         return Qwen3MoeForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
 
 
 def decoding(model) -> Callable[[], object]:

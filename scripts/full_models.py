@@ -4,7 +4,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -92,11 +92,17 @@ def draw_(model: nn.Module) -> nn.Module:
 
 def made(shape: Llama, *, recompute: bool, dtype: torch.dtype = torch.float32) -> Trainee:
     """Return a model of random weights, drawn on the device."""
+    with torch.device(DEVICE), no_init_weights(), drawn_in(dtype):
+        return draw_(Trainee(shape, recompute=recompute)).train()
+
+
+@contextlib.contextmanager
+def drawn_in(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which models are made in a dtype."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(DEVICE), no_init_weights():
-            return draw_(Trainee(shape, recompute=recompute)).train()
+        yield
     finally:
         torch.set_default_dtype(default)
 

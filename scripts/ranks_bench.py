@@ -38,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import tensor_parallel
 
 import vbrt
+from scripts.full_models import drawn_in
 from scripts.measuring import machine
 
 PARTS = ("check", "links", "exact", "fp4")
@@ -77,16 +78,12 @@ class Group:
 def llama(sizes: dict[str, int], layers: int, mesh: DeviceMesh | None, seed: int = 0) -> nn.Module:
     """A random bf16 Llama on this rank's GPU: all of it, or the part that transformers' plan gives it."""
     config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=128256, max_position_embeddings=8192)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with drawn_in(torch.bfloat16):
         with torch.device("meta"):
             model = LlamaForCausalLM(config).eval()
         if mesh is not None:
             parallelize(model, mesh)
         fill_(model, seed)
-    finally:
-        torch.set_default_dtype(default)
     return model
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 import vbrt
 from scripts.experts_decode import build as build_moe
+from scripts.full_models import drawn_in
 from scripts.measuring import machine
 from vbrt.generation.fusion.fuse_step import PATTERNS, Joined, joined
 from vbrt.kernels.operator_trace import StepRecorder
@@ -42,13 +43,8 @@ def build_llama(layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**LLAMA, num_hidden_layers=layers, tie_word_embeddings=False)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return LlamaForCausalLM(config).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(default)
+    with torch.device("cuda"), drawn_in(torch.bfloat16):
+        return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
 class Decoding:

@@ -179,7 +179,7 @@ def olmoe() -> nn.Module:
 
     sizes = {} if DEVICE == "cuda" else {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
     torch.manual_seed(0)
-    with torch.device(DEVICE), experts_decode.drawn_in(torch.bfloat16):
+    with torch.device(DEVICE), full_models.drawn_in(torch.bfloat16):
         return OlmoeForCausalLM(OlmoeConfig(**sizes)).requires_grad_(False)
 
 

@@ -14,6 +14,7 @@ import torch
 
 import vbrt
 from tests.model.checkpointed import IDS, Again, llama
+from tests.models import qwen3_moe
 from vbrt.errors import WrapError
 from vbrt.model import recorded_blocks, recording_room, runtime
 from vbrt.model.recorded_blocks import RecordedBlocks
@@ -25,15 +26,6 @@ from vbrt.training.full.optimizer_update import Prepared, _Update
 pytestmark = pytest.mark.filterwarnings("ignore")
 CPU, LAYERS = torch.device("cpu"), 5
 PAGE, ROOM = 2 * 64 * 96, 24  # bytes of the largest page, and such pages in the budget
-
-
-def mixture(layers, **kinds):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64, "vocab_size": 64}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 32}
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**heads, **experts, num_hidden_layers=layers, **kinds))
 
 
 class Trainee:
@@ -236,7 +228,7 @@ def test_loaded_values_and_passes_without_gradients_are_followed(made):
     [
         ({"room": 8}, "bytes left for pages of blocks, of which two at a time take"),
         ({"attention_dropout": 0.5}, "one draws random numbers"),
-        ({"build": mixture}, "experts of one train in the tiers"),
+        ({"build": lambda layers, **_: qwen3_moe(layers=layers)}, "experts of one train in the tiers"),
     ],
 )
 def test_what_cannot_be_recorded_stays_eager_and_says_why(made, kinds, why):
@@ -275,7 +267,7 @@ def test_blocks_are_recorded_where_their_graphs_fit_beside_the_rest_of_a_step(ma
     one = made(activations=activations)
     losses = [one.step() for _ in range(8)]
     assert next(left, None) is None and one.replays == (LAYERS * 6 if fits == "yes" else 0)
-    why = "recorded ones keep 0.0 GB beside 0.0 GB of a step, of 0.0 GB"
+    why = "their graphs would keep 0.0 GB, and the rest of a step takes 0.0 of 0.0 GB"
     assert any(why in reason for reason in one.vb.stats().fallbacks) is (fits != "yes")
     other = made(activations=activations, records=False)
     assert losses == [other.step() for _ in range(8)]

@@ -276,7 +276,7 @@ _process_share: Callable[..., float] = _of("get_per_process_memory_fraction", la
 
 
 def memory_limit(device: torch.device) -> int:
-    """Bytes that torch may reserve on a device: what it has and what is free, within the process's share."""
+    """Bytes that torch may reserve on a device: its reserved and the free memory, within the process's share."""
     free, total = mem_get_info(device)
     return min(free + memory_reserved(device), int(_process_share(device) * total))
 

@@ -1,11 +1,11 @@
-"""Room for recorded blocks on the GPU, beside what a step needs outside of them.
+"""Memory check for recorded blocks: their graphs and the rest of a step have to fit on the GPU together.
 
 CUDA graphs keep the memory between their inputs and their results. Blocks share it, but nothing else can use it,
 whereas logits and the head's gradient lie where eager blocks have computed. A card that is just large enough for eager
 blocks would run out of memory in the step behind the capture.
 
-So an eager step frees all cached memory behind its last block: what is reserved when its backward pass has come back to
-that block is what a step needs outside of blocks. Recordings stay if it fits beside them.
+So an eager step frees all cached memory behind its last block. The bytes reserved when its backward pass has come back
+to that block are those of the rest of a step. Recordings stay if both fit.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ class RecordingRoom:
         return bool(self._least) and shape.numel() >= self._least
 
     def begin(self, shape: torch.Size) -> int | None:
-        """Return what is reserved before the first capture of a shape, with cached memory freed. None: nothing to
+        """Return the bytes reserved before the first capture of a shape, with cached memory freed. None: nothing to
         measure."""
         if not self._measures or shape in self._fitting:
             return None
@@ -76,4 +76,5 @@ class RecordingRoom:
                 self._fitting.add(shape)
             return ""
         self._least = min(self._least or shape.numel(), shape.numel())
-        return f"recorded ones keep {grown / _GB:.1f} GB beside {rest / _GB:.1f} GB of a step, of {limit / _GB:.1f} GB"
+        sizes = (f"{each / _GB:.1f}" for each in (grown, rest, limit))
+        return "their graphs would keep {} GB, and the rest of a step takes {} of {} GB".format(*sizes)

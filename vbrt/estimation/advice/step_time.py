@@ -6,8 +6,8 @@ not copied, and their time adds to the device's, which waits for them. Experts t
 runs is traced (`Meter.work`); weights are read as the plan holds them. `CostModel` has the shares of a peak that
 kernels reach. A CPU launches nothing: its host and device are one, so that their times add up.
 
-Training: checkpointed blocks are CUDA graphs (`vbrt.model.recorded_blocks`), so the host launches what is outside of
-them. Updates on the host begin within the backward pass where there is memory for them, else with the step; the next
+Training: checkpointed blocks are CUDA graphs (`vbrt.model.recorded_blocks`), so the host launches the operators outside
+of them. Updates on the host begin within the backward pass where there is memory for them, else with the step; the next
 forward waits for the rest.
 """
 
@@ -45,8 +45,8 @@ _HITS = ((0.0, 0.0), (0.1, 0.6), (0.25, 0.8), (0.5, 0.89), (1.0, 1.0))
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Milliseconds of a step, and of what runs side by side in it; of an update on the host the next forward waits for
-    what does not fit beside the passes.
+    """Milliseconds of a step, and of what runs side by side in it; the next forward waits for the part of an update on
+    the host that does not overlap the passes.
 
     cpu_ms, hosted_bytes: of weights that the CPU computes where they lie, while the device waits.
     """
@@ -246,9 +246,9 @@ def _update_ms(found: Estimate, rates: Rates, costs: CostModel) -> float:
 def _exposed_ms(update: float, forward: float, backward: float, found: Estimate, costs: CostModel) -> float:
     """Return the milliseconds of an update that passes of so many milliseconds wait for.
 
-    An update ahead of the step runs beside the backward pass. The first layers' gradients come last, and the next
-    forward needs them first, so that it waits for all that is left. What is updated by the step, in the order of the
-    forward, runs beside that. A CPU that computes the model has no time for an update beside.
+    An update ahead of the step overlaps the backward pass. The first layers' gradients come last, and the next forward
+    needs them first, so that it waits for all that is left. Updates at the step, in the order of the forward, overlap
+    that. On a CPU that computes the model nothing overlaps.
     """
     if not costs.queued:
         return update
