@@ -68,7 +68,8 @@ PEER_SECONDS = 120  # for a peer's searches and timings in all; what has not bee
 AHEAD_SHARE = 0.5  # of those seconds, for compiling ahead of the searches
 AHEAD_BYTES = 4 << 30  # of GPU memory for a process that compiles ahead
 EPILOGUE_TOKENS, FUSED_TOKENS, ODD_TOKENS = (1, 16, 256, 2048), (1, 4, 16), (1, 16, 64, 2048)
-PARTS = ("rows", "dispatch", "fused", "epilogue", "odd", "scheduling", "e2e", "peers")
+GRADIENT_SHAPES, GRADIENT_TOKENS = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)), (1024, 2048, 4096, 8192)
+PARTS = ("rows", "dispatch", "gradients", "fused", "epilogue", "odd", "scheduling", "e2e", "peers")
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
@@ -115,6 +116,41 @@ def linear_rows(format: str, k: int, n: int, tokens: Sequence[int]) -> Iterator[
             }
         say(row)
         yield row
+
+
+def gradient_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
+    """Gradients to inputs, dY W, beside bf16's matmul and beside the decoded weight's; and the forward, x Wᵀ."""
+    for k, n in shapes:
+        dense = dense_weights(k, n)
+        planes = [planes_of("nvfp4", weight) for weight in dense]
+        exact = get_format("nvfp4").decode(plain(planes[0]), (n, k), torch.float64)
+        for m in tokens:
+            x, dy = (torch.randn(m, width, device=CUDA, dtype=BF16) for width in (k, n))
+            bf16, us, decoded, forward_bf16, forward = side_by_side(
+                [partial(torch.matmul, dy, w) for w in dense],
+                [partial(e2m1_linear.gradient, dy, p) for p in planes],
+                [partial(decoded_gradient, dy, p) for p in planes],
+                [partial(F.linear, x, w) for w in dense],
+                [partial(e2m1_linear.linear, x, p) for p in planes],
+            )
+            row = {
+                "k": k,
+                "n": n,
+                "m": m,
+                "bf16_us": round(bf16, 2),
+                "us": round(us, 2),
+                "decoded_us": round(decoded, 2),
+                "ratio": round(bf16 / us, 3),
+                "decoded_ratio": round(bf16 / decoded, 3),
+                "forward_ratio": round(forward_bf16 / forward, 3),
+                "relative_error": error(e2m1_linear.gradient(dy, planes[0]), dy.double() @ exact),
+            }
+            say(row)
+            yield row
+
+
+def decoded_gradient(dy: torch.Tensor, planes: WeightPlanes) -> torch.Tensor:
+    return dy @ e2m1_linear.decode_weight(planes)
 
 
 def odd_rows(shapes: Sequence[Shape], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
@@ -399,6 +435,9 @@ def measured(chosen: Selection, *, peer_seconds: float) -> Iterator[dict[str, ob
         result["dispatch"] = dispatch()
         print(result["dispatch"])
         yield result
+    if "gradients" in chosen.parts:
+        rows = gradient_rows(shapes(GRADIENT_SHAPES), tokens(GRADIENT_TOKENS))
+        yield from timed(result, "gradients", rows)
     if "fused" in chosen.parts:
         yield from timed(result, "fused", fused_rows(shapes((*SHAPES, (4096, 6144))), tokens(FUSED_TOKENS)))
     if "epilogue" in chosen.parts:

@@ -121,6 +121,11 @@ class Arithmetic(Lanes):
         from_lane = {"bfly": LANES ^ lane, "idx": lane & 31, "up": below}[parts[2]]
         self.set(to, self.value(source, "b32")[from_lane.astype(np.int64)])
 
+    def _movmatrix(self, parts: list[str], to: str, source: str) -> None:
+        """Transpose of an 8 by 8 matrix, of which lane 4 g + t has columns 2 t and 2 t + 1 of row g."""
+        matrix = self.value(source, "b32").view(np.uint16).reshape(8, 8)
+        self.set(to, np.ascontiguousarray(matrix.T).view(np.uint32).reshape(32))
+
     def _redux(self, parts: list[str], to: str, source: str, mask: str) -> None:
         fold = {"add": np.add, "min": np.minimum, "max": np.maximum}[parts[2]]
         value = self.value(source, parts[3])

@@ -199,7 +199,7 @@ CASES = {
     "lanes": Case("and.b32 T0, X1, 31; elect.sync T1|%p1, -1; selp.b32 T2, 1, 0, %p1;" + _each(
         "shfl.sync.bfly.b32 Y, X0, 5, 31, -1", "shfl.sync.idx.b32 Y, X0, T0, 31, -1", "redux.sync.add.s32 Y, X0, -1",
         "shfl.sync.up.b32 Y, X0, 3, 0, -1", "redux.sync.min.s32 Y, X0, -1", "redux.sync.max.s32 Y, X0, -1",
-        "redux.sync.add.s32 Y, T2, -1",
+        "redux.sync.add.s32 Y, T2, -1", "movmatrix.sync.aligned.m8n8.trans.b16 Y, X0",
     )),
     "jumps": Case("""
 	mov.b32 T0, 0;

@@ -232,6 +232,32 @@ def test_hundreds_of_tokens(case, copies, gpu):
     assert gpu == ["order_kernel", "persistent_kernel"][not launch.ordered :]
 
 
+GRADIENTS = [  # the launch, then (format, tokens, n, k)
+    (PersistentLaunch(2, 96), ("mxfp4", 170, 328, 136)),
+    (PersistentLaunch(0, 256), ("nvfp4", 300, 392, 200)),
+    (PersistentLaunch(2, 256), ("nvfp4", 300, 520, 120)),
+    (PersistentLaunch(4, 224, programs=4), ("nvfp4", 300, 330, 200)),
+    (PersistentLaunch(1, 160), ("nvfp4", 70, 520, 138)),
+    (PersistentLaunch(0, 128), ("mxfp4", 130, 328, 266)),
+    (PersistentLaunch(3, 32), ("nvfp4", 70, 40, 520)),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.exhaustive)], indirect=True)
+@pytest.mark.parametrize(
+    "case", [*GRADIENTS[:2], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in GRADIENTS[2:])]
+)
+def test_gradients_to_inputs(case, copies, gpu):
+    """Products with the weight turned, also with tiles that several programs share, and in pieces."""
+    launch, (name, tokens, n, k) = case
+    planes, weight = tiled(name, (n, k), device="cpu")
+    dy = torch.randn(tokens, n + 8).bfloat16()[:, :n]
+    dx = launches.TurnedProduct(weight_of(planes), tuple(dy.shape), launch)(dy, None)
+    assert error(dx, dy.double() @ weight) < 3e-3
+    assert gpu[-1] == "turned_kernel"
+
+
 @on_hopper
 def test_a_launch_that_is_prepared_with_the_planes_serves_any_activations_of_its_shape(gpu, monkeypatch):
     chosen, made = [PersistentLaunch(0, 64)], []
@@ -249,6 +275,13 @@ def test_a_launch_that_is_prepared_with_the_planes_serves_any_activations_of_its
     assert error(e2m1_linear.linear(x[:1], planes), want[:1]) < 3e-3 and len(made) == 3
     assert set(gpu) == {"pad_kernel", "persistent_kernel"}
     assert copy.deepcopy(planes).prepared is None is pickle.loads(pickle.dumps(planes)).prepared
+    dy, turned = torch.randn(2, 20, 40).bfloat16(), []
+    product = launches.TurnedProduct
+    monkeypatch.setattr(launches, "TurnedProduct", lambda *given: turned.append(product(*given)) or turned[-1])
+    monkeypatch.setattr(e2m1_linear, "turned_for", lambda *given: PersistentLaunch(0, 64))
+    for each in (dy, dy + 1):
+        assert error(e2m1_linear.gradient(each, planes), each.double() @ weight) < 3e-3
+    assert len(turned) == 1 and gpu[-2:] == ["turned_kernel"] * 2
     chosen[0] = Launch(1, 4, False)  # as after `vbrt.tune`
     gpu.clear()
     assert error(e2m1_linear.linear(x[:, :4], planes), want[:, :4]) < 3e-3

@@ -113,6 +113,7 @@ KERNELS = (
         "linear",
         e2m1_linear.NEEDS,
         run=e2m1_linear.linear,
+        gradient=e2m1_linear.gradient,
         rounded={"fp8": fp8_linear.linear},
         code_of=e2m1_linear.code_of,
         unmeasured=_unmeasured("linear", "4-bit kernels"),

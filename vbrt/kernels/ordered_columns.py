@@ -32,6 +32,7 @@ def ordered(kernel: Kernel) -> Kernel | None:
         rounded=rounded,
         few=None,
         turned=None,
+        gradient=None,
         reads_resident_planes=False,
     )
 

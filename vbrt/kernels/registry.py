@@ -103,6 +103,8 @@ class Kernel:
         builds: True if `refusal` builds the kernel, and so is slow the first time.
         rounded: by "fp8" or "int8": the function for callers that allow operands to be rounded to that; `run`
             without one.
+        gradient: to a product's input, without autograd: (dY [..., N], planes) -> dY W [..., K]; None: the weight is
+            decoded, and torch multiplies.
         page_order: by format, the order of the coarse plane that `run` is fast on; None: the format's own.
         runs_unpacked: True if its kernels read a coarse plane in the format's own order.
         merges: True if a kernel merges both planes for a format and shape (N, K).
@@ -131,6 +133,7 @@ class Kernel:
     fused_needs: Needs | None = None
     builds: bool = False
     rounded: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    gradient: Callable[[Tensor, WeightPlanes], Tensor] | None = None
     page_order: Callable[[str], PageOrder | None] = _format_order
     runs_unpacked: bool = False
     merges: Callable[[str, tuple[int, int]], bool] = _merges_none

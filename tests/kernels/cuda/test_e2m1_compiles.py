@@ -282,7 +282,6 @@ def test_the_hopper_kernel_compiles_to_warpgroup_instructions(name, tokens, row_
 @pytest.mark.exhaustive  # each takes ten seconds; the emulator runs the kernel by default
 def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tokens, pieces, ordered, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
-    import triton
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from vbrt.kernels.cuda.e2m1 import persistent_gluon
@@ -314,9 +313,42 @@ def test_the_persistent_kernel_keeps_instructions_in_flight(name, bias, tokens, 
     ptx = binary.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 32 * pieces
     assert ptx.count("stmatrix") == (16 if bias else tokens // 8)
+    _is_assembled_well(binary, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "tokens", "pieces"), [("nvfp4", 256, 1), ("mxfp4", 128, 1), ("nvfp4", 192, 2)])
+@pytest.mark.exhaustive
+def test_the_kernel_of_gradients_keeps_instructions_in_flight(name, tokens, pieces, tmp_path):
+    pytest.importorskip("triton.experimental.gluon")
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from vbrt.kernels.cuda.e2m1 import persistent_gluon, turned_gluon
+
+    types = {
+        "tile_ptr": "*i32",
+        "scale_ptr": "*fp32",
+        "part_ptr": "*fp32",
+        "flag_ptr": "*i64",
+        "y_ptr": "*bf16",
+        "x_desc": f"tensordesc<bf16[{persistent_gluon.box_of(tokens)}, 64],{NVMMASharedLayout(128, 16, 2)!r}>",
+        **dict.fromkeys(("M", "N", "columns", "row_tiles", "split", "ticket"), "i32"),
+    }
+    codes = "e8m0" if name == "mxfp4" else "e4m3"
+    constants = {"TOKENS": tokens, "CUT_TILES": True, "CODES": codes, "DEPENDENT": True}
+    aligned = ("tile_ptr", "part_ptr", "flag_ptr", "y_ptr", "N")
+    binary = compiled(turned_gluon.turned_kernel, types, constants, 90, aligned=aligned)
+    ptx = binary.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == 32 * pieces and ptx.count("stmatrix") == tokens // 8
+    _is_assembled_well(binary, tmp_path)
+
+
+def _is_assembled_well(binary, tmp_path):
+    """Nothing waits for an instruction at once, and few registers are spilled."""
+    import triton
+
     assert binary.metadata.shared <= 227 << 10
     source, tools = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    source.write_text(ptx)
+    source.write_text(binary.asm["ptx"])
     commands = [[tool, "-v", "-arch=sm_90a", source, "-o", tmp_path / "kernel.cubin"] for tool in tools.glob("ptxas*")]
     said = [subprocess.run(command, capture_output=True, text=True).stderr for command in commands]
     said = [text for text in said if "Unsupported .version" not in text]  # one of them is for other GPUs

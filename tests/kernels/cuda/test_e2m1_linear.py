@@ -1,10 +1,12 @@
 """Linear layers on weights in tile order: which kernel runs, and on a GPU what it computes."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
+import vbrt
 from tests.kernels.cuda.gpu_cases import error, poison
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import EXACT, reference, resolve
@@ -168,6 +170,50 @@ def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
         y = e2m1_linear.linear(x, planes, bias, "silu")
         assert error(y, torch.nn.functional.silu(x.double() @ weight.T + bias.double())) < 3e-3, (tokens, cut)
         assert all(torch.equal(y, e2m1_linear.linear(x, planes, bias, "silu")) for _ in range(10))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2000, 700), (1030, 1032), (130, 4096), (4096, 130), (4100, 5000)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_to_inputs_match_float64(name, shape, monkeypatch):
+    """Of whole tiles and cut ones, and where the weight is decoded."""
+    planes, _, weight = case(name, shape)
+    sizes = ((3, 32), (130, 96), (700, 256), (700, 224), (2049, 160))
+    for (tokens, block), share in itertools.product(sizes, (0, 1, 2)) if devices.major(0) == 9 else ():
+        tiles = -(-tokens // block) * -(-shape[1] // 128)
+        launch = PersistentLaunch(tiles // share if share else 0, block)
+        monkeypatch.setattr(e2m1_linear, "turned_for", lambda *_, launch=launch: launch)
+        dy = torch.randn(tokens, shape[0] + 8, device="cuda", dtype=torch.bfloat16)[:, : shape[0]]
+        planes = dataclasses.replace(planes)  # launches of the one before stay with it
+        poison()
+        dx = e2m1_linear.gradient(dy, planes)
+        assert dx.shape == (tokens, shape[1]) and error(dx, dy.double() @ weight) < 3e-3, (tokens, share)
+        assert all(torch.equal(dx, e2m1_linear.gradient(dy, planes)) for _ in range(10))
+    monkeypatch.setattr(e2m1_linear, "turned_for", lambda *_: None)
+    for dtype, most in TOLERANCE.items():
+        dy = torch.randn(2, 35, shape[0], device="cuda", dtype=dtype)
+        assert error(e2m1_linear.gradient(dy, planes), dy.double() @ weight) < most
+        assert e2m1_linear.gradient(dy[:, :0], planes).shape == (2, 0, shape[1])
+
+
+@pytest.mark.gpu
+def test_a_layer_s_gradient_is_the_kernel_s_and_a_graph_s_has_its_bits():
+    if devices.major(0) != 9:
+        pytest.skip("for sm_90")
+    layer = torch.nn.Linear(2048, 4096, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    wrapped = vbrt.wrap(torch.nn.Sequential(layer), "fp4", weights={"min_parameters": 1}).materialize().module[0]
+    planes = wrapped.handle.held.planes
+    x = torch.randn(2, 512, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(2, 512, 4096, device="cuda", dtype=torch.bfloat16)
+    (dx,) = torch.autograd.grad(wrapped(x), x, dy)
+    assert torch.equal(dx, e2m1_linear.gradient(dy, planes))
+    assert error(dx, dy.double() @ e2m1_linear.decode_weight(planes).double()) < 3e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = e2m1_linear.gradient(dy, planes)
+    recorded.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(recorded, dx)
 
 
 def cut_into_100(*args) -> launch_table.Choice:

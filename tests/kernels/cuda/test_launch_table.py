@@ -28,6 +28,7 @@ from vbrt.kernels.cuda.launch_table import (
     rates_of,
     rows_for,
     token_for,
+    turned_for,
     wide_for,
 )
 
@@ -140,6 +141,14 @@ def test_tiles_of_the_persistent_kernel_fit_the_tokens():
         if isinstance(launch, PersistentLaunch):
             padded = -(-tokens // launch.tokens) * launch.tokens
             assert padded <= 1.34 * tokens, (n, columns, tokens, launch)
+
+
+def test_gradients_of_hundreds_of_tokens_are_multiplied_by_a_kernel_and_others_by_the_decoded_weight():
+    for k, rows in ((4096, 32), (4096, 112), (14336, 32)):
+        launch = turned_for(Gpu(9, 132), 1024, k, rows)
+        assert isinstance(launch, PersistentLaunch) and not launch.ordered
+        assert turned_for(Gpu(9, 132), 8192, k, rows) is None
+        assert not any(turned_for(Gpu(major, 132), 1024, k, rows) for major in (8, 10, 12))
 
 
 def test_the_persistent_kernel_is_for_its_gpus_and_numbers_of_tokens():

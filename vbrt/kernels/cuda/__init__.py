@@ -18,6 +18,7 @@ many tokens, and are never for the persistent kernel):
 | nvfp4, mxfp4 in tile order | up to 16 (64 before sm_90) | `e2m1/narrow_gluon.py`: `mma.sync`, in registers |
 | the same, sm_90 | 17 to 512, few and long rows from 9 | `e2m1/wide_gluon.py`: `wgmma`, K split |
 | the same, sm_90, bf16 | 65 to 4096, where predicted fastest | `e2m1/persistent_gluon.py`: warp-specialized, TMA |
+| the same, gradients to inputs, dY W | up to 4096, where predicted fastest | `e2m1/turned_gluon.py`: persistent |
 | the same, `compute.fp8` | 512 and more | `rounded/fp8.py`: weights and activations to E4M3, scaled matmul |
 | nf4, quantile, `levels...` (these: on no GPU yet) | up to 32, bf16 | `table/linear_gluon.py`: `prmt` lookups |
 | codes with offsets (on no GPU yet) | up to 32, bf16 | the same, by bit arithmetic; sums of x by an operand of ones |
@@ -40,11 +41,11 @@ GPU has run any of them; tests and `scripts/compile_sweep.py` compile launches f
 of every block and split of the wide one, and of decode-then-cuBLAS, from some forty measured constants, and takes the
 least; no shape is named. Nothing searches unless it is called: `vbrt.tune` times other configurations for the layers of
 a plan and keeps what wins, shape by shape, below `~/.cache/vbrt/tuning`, in a file for this GPU, version of Triton and
-of the kernels; every family with a choice is searched (`tuning_families.py`). Choosing better does not close the
-distance to cuBLAS: of 162 points at shapes that the constants were fitted to, the rule takes 0.91 of cuBLAS where the
-best launch tried takes 0.93, and constants fitted to what a choice loses lose as much at shapes that were left out.
-What is left lies in rounds that tiles do not fill, in sums of tiles that are cut, and in the fixed cost of small layers
-(docs/measurements.md has the sweep).
+of the kernels; every family with a choice is searched (`tuning_families.py`), gradients are not. Choosing better does
+not close the distance to cuBLAS: of 162 points at shapes that the constants were fitted to, the rule takes 0.91 of
+cuBLAS where the best launch tried takes 0.93, and constants fitted to what a choice loses lose as much at shapes that
+were left out. What is left lies in rounds that tiles do not fill, in sums of tiles that are cut, and in the fixed cost
+of small layers (docs/measurements.md has the sweep).
 
 **Launching** (`launcher.py`): little host work, constants checked against the kernel's signature when it compiles. On
 sm_90 and newer each kernel is launched as a dependent of the one before: it starts as that one ends and waits for its

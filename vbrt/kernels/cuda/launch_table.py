@@ -45,6 +45,7 @@ __all__ = [
     "rates_of",
     "rows_for",
     "token_for",
+    "turned_for",
     "wide_for",
 ]
 
@@ -328,6 +329,8 @@ _PAIR_US = {
 _ORDER_US = (0.5, 1e-4)
 #: the same for codes looked up in a table, relative to that
 _TABLE_WORK = 1.27
+#: the same for gradients, dy @ w, and tiles for which that kernel has too few registers
+_TURNED_WORK, _TURNED_NEVER = 1.1, 224
 #: bytes of activations that stay in L2 while programs read different columns of them
 _CUT_BYTES = 48 << 20
 #: wide kernel: time of a column by (tokens, warps) of a program
@@ -457,6 +460,16 @@ def codes_for(gpu: Gpu, kind: str, tokens: int, n: int, columns: int) -> Persist
     else:
         launches += _mma_times(gpu, tokens, 1, n, columns, kind)
         launches += [(_matmul_us(gpu, tokens, n, columns, kind), None)]
+    return min(launches, key=lambda launch: launch[0])[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def turned_for(gpu: Gpu, tokens: int, k: int, columns: int) -> PersistentLaunch | None:
+    """Return the fastest launch for dy @ w, a weight of k columns and groups of 128 rows; None if decode and the
+    vendor's matmul are."""
+    launches: list[tuple[float, PersistentLaunch | None]] = [(_matmul_us(gpu, tokens, k, columns), None)]
+    times = _persistent_times(gpu, tokens, k, columns, False, _TURNED_WORK)
+    launches += ((us, launch) for us, launch in times if launch.tokens != _TURNED_NEVER)
     return min(launches, key=lambda launch: launch[0])[1]
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vbrt.config import FORMATS
+from vbrt.formats.format import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.host import accelerator
 from vbrt.kernels import (
@@ -46,6 +47,7 @@ class Kernels:
         lossless: `spec.lossless`.
         linear, decode: the functions of `kernel` and of the one that restores the weight.
         decode_turned: the weight as [K, N].
+        gradient: as of `Kernel`, on planes; None: on the decoded weight.
         decode_rows: some rows of a coarse plane; None: no kernel takes them from the whole plane.
         packing: the order in which `linear` reads a coarse page fastest, or None: as the format encodes it. That of an
             `exact` weight is for passes over the coarse plane alone; what restores the weight reads it, too.
@@ -59,6 +61,7 @@ class Kernels:
     decode: Callable[..., torch.Tensor]
     decode_turned: Callable[..., torch.Tensor]
     packing: PageOrder | None
+    gradient: Callable[[torch.Tensor, WeightPlanes], torch.Tensor] | None = None
     decode_rows: Callable[..., torch.Tensor] | None = None
     precision: str = "full"
 
@@ -88,7 +91,8 @@ def choose_kernels(spec: HandleSpec, device: torch.device) -> Kernels:
     reads_order = kernel.merges(spec.format, spec.shape) if spec.fine else not spec.lossless
     coarse = resolve("linear", spec.backend, device, spec.format) if spec.fine else kernel
     packing = coarse.page_order(spec.format) if reads_order and not spec.by_rows else None
-    return Kernels(spec, spec.lossless, kernel, kernel.run, decode.run, decode.decode_turned, packing, decode.rows)
+    functions = kernel.run, decode.run, decode.decode_turned, packing, kernel.gradient, decode.rows
+    return Kernels(spec, spec.lossless, kernel, *functions)
 
 
 def coarse_kernels(spec: HandleSpec, device: torch.device) -> Kernels:

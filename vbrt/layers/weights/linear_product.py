@@ -451,10 +451,18 @@ def leased_gradient(handle: EncodedWeight, kernels: Kernels, dy: torch.Tensor) -
     # the first lease of a backward begins its phase, and those of a CUDA graph pin what they lease
     if ready is not None and not (stack.passes.backward or stack.capturing()):
         _count_hits(handle, kernels)
-        weight = _weight_of(kernels, ready)
-        return _matmul(handle, dy, weight.detach() if weight.requires_grad else weight)  # see `requiring_grad`
+        return _gradient_on_planes(handle, kernels, dy, ready)
     with handle.lease(kernels.precision) as tensors:
-        return _matmul(handle, dy, _weight_of(kernels, _planes(handle, kernels, tensors, dy.device)))
+        return _gradient_on_planes(handle, kernels, dy, _planes(handle, kernels, tensors, dy.device))
+
+
+def _gradient_on_planes(
+    handle: EncodedWeight, kernels: Kernels, dy: torch.Tensor, planes: WeightPlanes
+) -> torch.Tensor:
+    if kernels.gradient is not None:
+        return kernels.gradient(dy, planes)
+    weight = _weight_of(kernels, planes)
+    return _matmul(handle, dy, weight.detach() if weight.requires_grad else weight)  # see `requiring_grad`
 
 
 def _matmul(handle: EncodedWeight, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ __all__ = [
     "SUMMANDS",
     "Codes",
     "PersistentProduct",
+    "TurnedProduct",
     "carries_pointers",
     "codes_of",
     "decode",
@@ -138,6 +139,13 @@ def _persistent() -> _Persistent:
         return made
 
     return _Persistent(Launcher(device.persistent_kernel, dependent=True), describe)
+
+
+@functools.cache
+def _turned() -> Launcher:
+    from vbrt.kernels.cuda.e2m1 import turned_gluon as device
+
+    return Launcher(device.turned_kernel, dependent=True)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -304,20 +312,43 @@ class PersistentProduct:
         if self._sums is not None:
             sums = x.new_empty(self._sums, dtype=torch.float32)
             flags = x.new_empty(2 * self._sums[0], dtype=torch.int64)
-        bias_or_y = y if bias is None else bias.contiguous()
-        kernels.multiply(
-            device,
-            self._grid,
-            (*self._operands, bias_or_y, sums, flags, y),
-            (kernels.describe(x, shape, strides, self.config.tokens), *self._numbers, next(_TICKETS)),
-            **self._constants,
-        )
+        described = kernels.describe(x, shape, strides, self.config.tokens)
+        self._launch(device, bias, (sums, flags, y), (described, *self._numbers, next(_TICKETS)))
         return y
+
+    def _launch(self, device: int, bias: Tensor | None, made: tuple[Tensor, ...], numbers: tuple[Any, ...]) -> None:
+        """Launch the kernel that writes the last one of `made`."""
+        tensors = *self._operands, made[-1] if bias is None else bias.contiguous(), *made
+        _persistent().multiply(device, self._grid, tensors, numbers, **self._constants)
 
     def _readable(self, x_MK: Tensor, device: int) -> Tensor:
         if self.config.ordered:
             return _ordered(x_MK, self._weight.columns, self.config.tokens, device)
         return _for_copies(x_MK)
+
+
+class TurnedProduct(PersistentProduct):
+    """Launch of the persistent kernel for dy @ w, prepared for a weight in tile order and a shape of dy in bf16."""
+
+    __slots__ = ()
+
+    def __init__(self, weight: TiledWeight, shape: tuple[int, ...], config: PersistentLaunch) -> None:
+        super().__init__(turned_codes(weight), shape, None, "none", config)
+        self._operands = weight.tiles, weight.scale
+        tokens, n, columns, row_tiles, _, cut = self._numbers
+        self._numbers = tokens, n, columns, row_tiles, cut
+        used = "warps", "TOKENS", "CUT_TILES", "CODES", "DEPENDENT"
+        self._constants = {name: self._constants[name] for name in used} | {"specialized": (n,)}
+
+    def _launch(self, device: int, bias: Tensor | None, made: tuple[Tensor, ...], numbers: tuple[Any, ...]) -> None:
+        _turned()(device, self._grid, (*self._operands, *made), numbers, **self._constants)
+
+
+def turned_codes(weight: TiledWeight) -> Codes:
+    """A weight as the kernel for dy @ w takes it: n columns, sums over groups of 128 rows, and its row tiles."""
+    row_tiles = weight.tiles.shape[0]
+    columns = -(-row_tiles * ROWS // COLUMNS)
+    return codes_of(weight)._replace(n=weight.k, columns=columns, blocks=row_tiles)
 
 
 def _for_copies(x_MK: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ from vbrt.kernels.cuda.launch_table import (
     WideLaunch,
     choose,
     launch_for,
+    turned_for,
 )
 from vbrt.kernels.cuda.launcher import cuda_op
 
@@ -58,6 +59,7 @@ __all__ = [
     "code_of",
     "decode_weight",
     "few_tokens_launch",
+    "gradient",
     "linear",
     "multiply",
     "packing",
@@ -163,6 +165,23 @@ def route(x: Tensor, planes: WeightPlanes) -> str:
 # -- the ops ----------------------------------------------------------------------------------------------------------
 
 
+def gradient(dy: Tensor, planes: WeightPlanes) -> Tensor:
+    """dY W: [..., N] to [..., K], in dY's dtype; not differentiable.
+
+    bf16 by the persistent kernel where that is predicted fastest; else the weight is decoded, and torch multiplies.
+    """
+    if not serves(planes):
+        return dy.matmul(decode_weight(planes).to(dy.dtype))
+    n, k = planes.shape
+    tokens = dy.numel() // n
+    if dy.dtype is torch.bfloat16 and tokens and not torch.compiler.is_compiling():
+        gpu = devices.gpu(planes.coarse[TILES].device.index)
+        config = turned_for(gpu, tokens, k, -(-n // COLUMNS))
+        if config is not None:
+            return _turned_product(tuple(dy.shape), planes, config)(dy, None)
+    return dy.matmul(_decode(planes, dy.dtype))
+
+
 def decode_weight(planes: WeightPlanes) -> Tensor:
     """The weight [N, K] in planes.dtype, bit-exact with the reference; the original weight with a fine plane."""
     if merge.serves(planes):
@@ -196,7 +215,7 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
+    """x @ w.T with the gradient for x; backward takes the planes again instead of saving a decoded weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
@@ -205,7 +224,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy @ _decode(ctx.planes, dy.dtype), None
+        return gradient(dy, ctx.planes), None
 
 
 def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
@@ -226,7 +245,7 @@ def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: 
 class _Kept(NamedTuple):
     """A prepared launch, and what it was chosen for."""
 
-    asked: tuple[int, int, int, int, int]
+    asked: Hashable
     product: launches.PersistentProduct
 
 
@@ -247,6 +266,16 @@ def _prepared(
     kept = known.get((x.shape, x.dtype, None if bias is None else bias.dtype, activation))
     if kept is None or _launch_for(*kept.asked) is not kept.product.config:  # `vbrt.tune` may have found another
         return None
+    return kept.product
+
+
+def _turned_product(shape: tuple[int, ...], planes: WeightPlanes, config: PersistentLaunch) -> launches.TurnedProduct:
+    """The launch that an earlier gradient of this shape has prepared on these planes, or a new one."""
+    known, key = planes.prepared, (shape, "gradient")
+    kept = known.get(key) if type(known) is _Launches else None
+    if kept is None:
+        kept = _Kept(None, launches.TurnedProduct(weight_of(planes), shape, config))
+        _keep(planes, key, kept)
     return kept.product
 
 

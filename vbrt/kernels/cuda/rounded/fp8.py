@@ -105,9 +105,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        planes = ctx.planes
-        bf16 = WeightPlanes(planes.format, planes.shape, dy.dtype, planes.coarse)
-        return dy @ tiled.decode_weight(bf16), None
+        return tiled.gradient(dy, ctx.planes), None
 
 
 def note_refusal(n: int, k: int, dtype: torch.dtype) -> None:
