@@ -492,8 +492,17 @@ def kernel_table(path: Path) -> list[str]:
         "A linear layer on 4-bit weights, CUDA-graph replay, weights rotated past L2, random normal data: "
         "microseconds, and speedup over bf16 cuBLAS in the same run."
     )
-    rows, odd = result["rows"], result.get("odd", [])
-    out = [f"## kernels, {result['gpu']}", "", what, "", *grid(rows, "format", "fp4_us", "ratio")]
+    rows, odd = result.get("rows", []), result.get("odd", [])
+    out = [f"## kernels{'' if rows else ' of gradients'}, {result['gpu']}", "", what, ""]
+    out += grid(rows, "format", "fp4_us", "ratio") if rows else []
+    if result.get("gradients"):
+        ways = {"gradient": ("us", "ratio"), "with the weight decoded first": ("decoded_us", "decoded_ratio")}
+        both = [
+            {**row, "what": way, "us": row[us], "ratio": row[ratio]}
+            for way, (us, ratio) in ways.items()
+            for row in result["gradients"]
+        ]
+        out += ["Gradients to inputs, dY W, of `nvfp4`.", "", *grid(both, "what", "us", "ratio")]
     rounded = [row for row in (*rows, *odd) if "fp8_us" in row]
     if rounded:
         errors = {f: max(r["fp8_error"] for r in rounded if r["format"] == f) for f in {r["format"] for r in rounded}}

@@ -271,13 +271,13 @@ def _typed_task(family: str, way: str, tokens: int) -> Task:
 
 def typed(known: Rates) -> Iterator[Row]:
     """Yield times of training of transformers' models: scripts/typed_training.py. Left out are other libraries' ways,
-    passes without an update, and adapters on experts, which no task has."""
+    compiled blocks, passes without an update, and adapters on experts, which no task has."""
     models: dict[str, Model] = {}
     for run in ("models", "gpt2", "8b", "lora", "peers"):
         committed = _committed(f"typed-training-{run}")
         found = ((family, way) for family in committed if family != "machine" for way in committed[family])
         for family, way in found:
-            if not way.startswith(("Trainer", "resident", "vbrt", "bf16")):
+            if not way.startswith(("Trainer", "resident", "vbrt", "bf16")) or "compiled" in way:
                 continue
             if family not in models:
                 models[family] = Model(_trainee(family), known, MUCH)

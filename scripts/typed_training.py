@@ -61,7 +61,7 @@ _SLOTS = 20  # of a block's largest page, on the GPU: two blocks, and two leases
 PAGE = ROOT / "docs" / "training.md"
 RESULTS = [
     ROOT / "benchmarks" / "results" / f"typed-training-{run}nvidia-h200.json"
-    for run in ("models-", "peers-", "8b-", "gpt2-", "lora-", "experts-")
+    for run in ("models-", "peers-", "8b-", "gpt2-", "lora-", "experts-", "lora-link-")
 ]
 MARKS = "<!-- typed: scripts/typed_training.py --table -->", "<!-- end of typed -->"
 _TITLES = {
@@ -603,7 +603,8 @@ def _rows(ways: dict, run: int) -> Iterator[tuple[str, ...]]:
             one, beside = found[tokens], first[tokens]["seconds"] / found[tokens]["seconds"]
             cells = f"{one['seconds'] * 1e3:,.0f}", f"{one['tokens_per_s']:,.0f}", f"{beside:.2f}"
             peaks = (f"{one[of] / 1e9:.1f}" if of in one else "" for of in ("peak_bytes", "reserved_bytes"))
-            yield f"{name} (run {run})", f"{int(tokens):,}", *cells, *peaks
+            link = f", link at 1/{found['copies']} of its rate" if "copies" in found and "moved_bytes" in one else ""
+            yield f"{name}{link} (run {run})", f"{int(tokens):,}", *cells, *peaks
 
 
 def main() -> None:

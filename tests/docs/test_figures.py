@@ -79,6 +79,26 @@ def adapted(way: str) -> tuple[float, float]:
     return found["seconds"] * 1e3, found["peak_bytes"] / 1e9
 
 
+def gradients(*keys: str) -> list[float]:
+    """Least and most speed of gradients to inputs of 1,024 tokens, of bf16's matmul."""
+    rows = [row for row in results("kernels-gradients-nvidia-h200")["gradients"] if row["m"] == 1024]
+    return [of(row[key] for row in rows) for key in keys for of in (min, max)]
+
+
+def compiled_lora(tokens: str) -> float:
+    """Time of a LoRA step with compiled blocks in 4 bits, of bf16's."""
+    ways = results("typed-training-lora-nvidia-h200")["lora"]
+    return ways["vbrt fp4, compiled blocks"][tokens]["seconds"] / ways["bf16, compiled blocks"][tokens]["seconds"]
+
+
+def slow_link() -> list[float]:
+    """Ms of LoRA over a link of half its rate: of the link for a pass, forward, the rest, all of it; of a step."""
+    ways = results("typed-training-lora-link-nvidia-h200")["lora"]
+    ours, resident = (ways[way]["2048"] for way in ("vbrt fp4, 1 GiB of pages", "vbrt fp4"))
+    link_ms, ms = ours["link_s"] * 1e3, resident["seconds"] * 1e3  # two passes, at the whole rate
+    return [link_ms, ms / 3, 2 * ms / 3, link_ms + 2 * ms / 3, ours["seconds"] * 1e3]
+
+
 def story(name: str, *keys: str) -> list[float]:
     return [results("stories-nvidia-h200")[name][key] for key in keys]
 
@@ -123,6 +143,25 @@ SENTENCES: tuple[tuple[str, str, Callable[[], list[float] | tuple[float, ...]]],
         "README.md",
         "a LoRA step of 2,048 tokens takes {:.0f} ms and {:.1f} GB; in 4 bits {:.0f} ms and {:.1f} GB",
         lambda: [*adapted("bf16"), *adapted("vbrt fp4, 1 GiB of pages")],
+    ),
+    (
+        "docs/training.md",
+        "with {:.2f} to {:.2f} of the speed of bf16's matmul, decoded first {:.2f} to {:.2f}",
+        lambda: gradients("ratio", "decoded_ratio"),
+    ),
+    (
+        "docs/training.md",
+        "LoRA in 4 bits takes {:.2f} and {:.2f} times as long as in bf16",
+        lambda: [compiled_lora("2048"), compiled_lora("8192")],
+    ),
+    (
+        "docs/training.md",
+        (
+            "a pass over the others takes {:.0f} ms. The forward's arithmetic, a third of the step's, takes {:.0f} ms, "
+            "so that it waits for the link; the backward's, with the forward that it repeats, takes {:.0f} ms and "
+            "hides the copies. That makes {:.0f} ms, and a step takes {:.0f}."
+        ),
+        slow_link,
     ),
     ("docs/experts.md", "on an H200 that is at most {:.2f} pages", lambda: [results("routing-prefetch")["idle_pages"]]),
     (

@@ -202,10 +202,10 @@ def test_a_layer_s_gradient_is_the_kernel_s_and_a_graph_s_has_its_bits():
         pytest.skip("for sm_90")
     layer = torch.nn.Linear(2048, 4096, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     wrapped = vbrt.wrap(torch.nn.Sequential(layer), "fp4", weights={"min_parameters": 1}).materialize().module[0]
-    planes = wrapped.handle.held.planes
     x = torch.randn(2, 512, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(2, 512, 4096, device="cuda", dtype=torch.bfloat16)
     (dx,) = torch.autograd.grad(wrapped(x), x, dy)
+    planes = wrapped.handle.held.planes
     assert torch.equal(dx, e2m1_linear.gradient(dy, planes))
     assert error(dx, dy.double() @ e2m1_linear.decode_weight(planes).double()) < 3e-3
     graph = torch.cuda.CUDAGraph()
