@@ -21,7 +21,7 @@ built from a dense one, and on a CPU it has no backward pass.
 
 **FusedFP4Linear** keeps its frozen weight as one uint8 buffer, the page of its format: casts leave bytes alone, and
 every checkpoint file holds them. A JSON header beside it in the state dict names layout and dtype. On a GPU the page is
-kept in the kernels' order and saved in the format's own. Backward decodes the weight again and keeps none. To
+kept in the kernels' order and saved in the format's own. Backward takes the page again and keeps no weight. To
 torch.compile a frozen layer is one opaque op.
 
 **Sampling** adds Gumbel noise made of float64 exponentials. Noise of float32 uniforms ends at 16.6: a token of

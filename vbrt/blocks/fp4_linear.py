@@ -296,16 +296,22 @@ class _Snapshot(NamedTuple):
         return self.layer._form.multiply(x, self.layer.planes, bias, self.layer._dtype, "none")
 
     def back(self, dy: Tensor) -> Tensor:
-        return dy.matmul(self._weight(dy.dtype))
+        if not is_bare(dy):
+            return dy.matmul(self._weight(dy.dtype))
+        self._check()
+        return self.layer._form.gradient(dy, self.page, self.layer._dtype)
 
     def product(self, x: Tensor, *, back: bool) -> Tensor:
         return (Product.here if is_bare(x) else Product.apply)(x, None, self, back)
 
-    def _weight(self, dtype: torch.dtype) -> Tensor:
+    def _check(self) -> None:
         if self.layer.planes is not self.page:
             raise WrapError(
                 "FusedFP4Linear: its weight was loaded or moved between forward and backward; run the forward again"
             )
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        self._check()
         return self.layer._decoded().to(dtype)
 
 

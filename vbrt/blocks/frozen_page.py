@@ -43,6 +43,13 @@ class PageForm:
         """The decoded weight [N, K]."""
         return kernels_of(page.device, self.format).decode.run(self.planes(page, dtype))
 
+    def gradient(self, dy: Tensor, page: Tensor, dtype: torch.dtype) -> Tensor:
+        """dY W, [..., N] to [..., K]."""
+        kernels, planes = kernels_of(page.device, self.format), self.planes(page, dtype)
+        if kernels.linear.gradient is not None:
+            return kernels.linear.gradient(dy, planes)
+        return dy.matmul(kernels.decode.run(planes).to(dy.dtype))
+
     def plain(self, page: Tensor) -> tuple["PageForm", Tensor]:
         """Repack a page into the format's own order."""
         if not self.packed:
@@ -113,7 +120,7 @@ def _(page, form, dtype):
 @torch.library.custom_op("vbrt::frozen_linear_backward", mutates_args=())
 def _frozen_linear_backward(dy: Tensor, page: Tensor, form: str, dtype: torch.dtype) -> Tensor:
     """dX [..., K] from dY [..., N]."""
-    return dy.matmul(PageForm.parse(form).decode(page, dtype).to(dy.dtype))
+    return PageForm.parse(form).gradient(dy, page, dtype)
 
 
 @_frozen_linear_backward.register_fake

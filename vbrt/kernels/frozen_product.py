@@ -1,7 +1,7 @@
 """Frozen-weight product x Wᵀ + bias for autograd and torch.func.
 
 The product is linear in x and bias, so each derivative is again such a product, with W or Wᵀ. Nothing of the weight's
-size is saved: backward decodes the weight again.
+size is saved: backward takes the planes again.
 """
 
 from collections.abc import Callable
