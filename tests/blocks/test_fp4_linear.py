@@ -377,3 +377,15 @@ def test_a_gpu_computes_the_same(activation):
         torch.testing.assert_close(layer(x.cuda()).cpu(), expected, atol=2e-2, rtol=2e-2)
     assert torch.equal(layer.state_dict()["planes"].cpu(), state["planes"])
     assert torch.equal(layer.cpu().planes, state["planes"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_one_gradient_eagerly_and_compiled():
+    layer = make(1024, 2048, bias=False, frozen="nvfp4", dtype=torch.bfloat16).cuda()
+    x = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16)
+    (dx,) = torch.autograd.grad(layer(x), x, dy)
+    (compiled,) = torch.autograd.grad(torch.compile(layer)(x), x, dy)
+    assert torch.equal(dx, compiled)
+    want = dy.double() @ layer.weight.double()
+    assert (dx.double() - want).norm() < 3e-3 * want.norm()
