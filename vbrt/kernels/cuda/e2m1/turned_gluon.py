@@ -64,8 +64,8 @@ FOUR = gl.constexpr(4)
 def _turned_assembly() -> str:
     """Decode words $16..$19, with scales $20..$23 of rows g and $24..$27 of rows g + 8, to four A operands in $0..$15.
 
-    A word has columns c = 0, 1 of row g, of row g + 8, then columns 2, 3 likewise. Transposed, column pair c of lane t
-    is rows 2 t and 2 t + 1 of the operand's half c.
+    The pairs of a word are columns 0 and 1 of row g, of row g + 8, then columns 2 and 3 of both. Transposed, those of
+    lane t are rows 2 t and 2 t + 1 of the operand's first and second eight.
     """
     lines = ["{ .reg .b32 t, z, q0, q1, q2, q3; mov.b32 z, 0x80008000;"]
     for word in range(4):
