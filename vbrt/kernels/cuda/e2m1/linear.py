@@ -13,7 +13,7 @@ Legend: M tokens, N outputs, K inputs, S summands.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes
 from vbrt.formats.page import PageLayout
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices, tuned_configs
+from vbrt.kernels.cuda import devices, differentiable, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.e2m1.launches import SUMMANDS
 from vbrt.kernels.cuda.e2m1.tiles import (
@@ -209,25 +209,11 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return reference.linear(x, plain(planes), bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes)
-        return reference.activate(y if bias is None else y + bias, activation)
+        return differentiable.linear(x, planes, bias, activation, multiply=_multiply, gradient=gradient)
     return _multiply(x, planes, bias, activation)
 
 
-class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; backward takes the planes again instead of saving a decoded weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
-        ctx.planes = planes
-        return _multiply(x, planes, None, "none")
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return gradient(dy, ctx.planes), None
-
-
-def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None, activation: str) -> Tensor:
+def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     if torch.compiler.is_compiling():
         words, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
         return _linear_op(x, words, scale, bias, planes.format, planes.shape[0], activation)

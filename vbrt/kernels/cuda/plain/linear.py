@@ -20,7 +20,7 @@ from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.formats.eight_bits import UnitBytes
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, differentiable
 from vbrt.kernels.cuda.launcher import cuda_op
 from vbrt.libraries import triton_api
 
@@ -154,25 +154,11 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return reference.linear(x, planes, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes)
-        return reference.activate(y if bias is None else y + bias, activation)
+        return differentiable.linear_by_decoding(x, planes, bias, activation, _decode)
     if not _is_fused(x):
         return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
     multiply = _linear_op if torch.compiler.is_compiling() else _multiply
     return reference.activate(multiply(x, *_operands(planes.coarse), bias, planes.format), activation)
-
-
-class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
-        ctx.planes = planes
-        return F.linear(x, _decode(planes, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy @ _decode(ctx.planes, dy.dtype), None
 
 
 def _multiply(

@@ -23,7 +23,7 @@ from torch import Tensor
 from vbrt.formats import WeightPlanes
 from vbrt.host.logger import warn
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, differentiable
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.e2m1 import linear as tiled
 from vbrt.kernels.cuda.e2m1.tiles import TILES, TiledWeight
@@ -88,24 +88,8 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return tiled.linear(x, planes, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes)
-        y = y if bias is None else y + bias
-    else:
-        y = _multiply(x, planes, bias)
-    return reference.activate(y, activation)
-
-
-class _Product(torch.autograd.Function):
-    """x @ w.T, rounded, with the gradient of the unrounded product for x; saves no decoded weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
-        ctx.planes = planes
-        return _multiply(x, planes, None)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return tiled.gradient(dy, ctx.planes), None
+        return differentiable.linear(x, planes, bias, activation, multiply=_multiply, gradient=tiled.gradient)
+    return reference.activate(_multiply(x, planes, bias), activation)
 
 
 def note_refusal(n: int, k: int, dtype: torch.dtype) -> None:
@@ -119,7 +103,7 @@ def noted_refusal(n: int, k: int) -> str | None:
     return _REFUSED.get((n, k))
 
 
-def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None) -> Tensor:
     """x @ w.T + bias; torch.compile gets the op."""
     run = _multiply_op if torch.compiler.is_compiling() else _scaled_linear
     n, k = planes.shape

@@ -28,7 +28,7 @@ from vbrt.formats import WeightPlanes
 from vbrt.formats.nf4 import NF4_LEVELS
 from vbrt.formats.sixteen_levels import INT4_LEVELS
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices, tuned_configs
+from vbrt.kernels.cuda import devices, differentiable, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.launch_table import MmaLaunch, PersistentLaunch, codes_for, has_rules, launch_for
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
@@ -147,24 +147,10 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return reference.linear(x, planes, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes)
-        return reference.activate(y if bias is None else y + bias, activation)
+        return differentiable.linear_by_decoding(x, planes, bias, activation, _decode)
     if devices.takes_bf16(x, FUSED_NEEDS):
         return _multiply(x, planes, bias, activation)
     return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
-
-
-class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
-        ctx.planes = planes
-        return F.linear(x, _decode(planes, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy @ _decode(ctx.planes, dy.dtype), None
 
 
 class _Weight(NamedTuple):

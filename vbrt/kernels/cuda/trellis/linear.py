@@ -21,7 +21,7 @@ from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.formats.t3 import block_of, rotate
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices
+from vbrt.kernels.cuda import devices, differentiable
 from vbrt.kernels.cuda.launch_table import Launch
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op
 from vbrt.libraries import triton_api
@@ -118,25 +118,11 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return reference.linear(x, planes, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes)
-        return reference.activate(y if bias is None else y + bias, activation)
+        return differentiable.linear_by_decoding(x, planes, bias, activation, _decode)
     if devices.takes_bf16(x, FUSED_NEEDS):
         multiply = _linear_op if torch.compiler.is_compiling() else _product
         return multiply(x, *_fields(planes), bias, activation)
     return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
-
-
-class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
-        ctx.planes = planes
-        return F.linear(x, _decode(planes, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy @ _decode(ctx.planes, dy.dtype), None
 
 
 def _fields(planes: WeightPlanes) -> tuple[Tensor, Tensor, Tensor, Tensor]:

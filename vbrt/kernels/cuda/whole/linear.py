@@ -19,7 +19,7 @@ from torch import Tensor
 from vbrt.config.format_records import formats_of
 from vbrt.formats import WeightPlanes
 from vbrt.kernels import reference
-from vbrt.kernels.cuda import devices, tuned_configs
+from vbrt.kernels.cuda import devices, differentiable, tuned_configs
 from vbrt.kernels.cuda.e2m1 import launches
 from vbrt.kernels.cuda.launch_table import Launch, MmaLaunch, codes_for
 from vbrt.kernels.cuda.launcher import Launcher, cuda_op, rows_are_aligned
@@ -87,25 +87,11 @@ def linear(x: Tensor, planes: WeightPlanes, bias: Tensor | None = None, activati
         return reference.linear(x, planes, bias, activation)
     reference.check(x, planes, activation)
     if reference.wants_grad(x, bias):
-        y = _Product.apply(x, planes)
-        return reference.activate(y if bias is None else y + bias, activation)
+        return differentiable.linear_by_decoding(x, planes, bias, activation, _decode)
     if devices.takes_bf16(x, FUSED_NEEDS):
         multiply = _linear_op if torch.compiler.is_compiling() else _product
         return multiply(x, planes.coarse["codes"], planes.coarse["scales"], bias, activation)
     return reference.activate(F.linear(x, _decode(planes, x.dtype), bias), activation)
-
-
-class _Product(torch.autograd.Function):
-    """x @ w.T with the gradient for x; backward decodes the weight again instead of saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, planes: WeightPlanes) -> Tensor:
-        ctx.planes = planes
-        return F.linear(x, _decode(planes, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy @ _decode(ctx.planes, dy.dtype), None
 
 
 def _product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, activation: str) -> Tensor:
