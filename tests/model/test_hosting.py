@@ -17,6 +17,7 @@ import vbrt
 from scripts import committed
 from scripts.speculate import as_gpt2
 from tests.layers.weights.hosted_cases import computed, shared_and_moved
+from tests.model.test_streamed_blocks import LAYERS, Models
 from tests.models import config, llama
 from vbrt.errors import KernelError
 from vbrt.kernels.cpu import build
@@ -191,6 +192,20 @@ def test_a_plain_loop_over_tokens_computes_too(device, monkeypatch):
         for token in (5, 6, 7):
             out = vb(torch.tensor([[token]]), past_key_values=cache)
     assert computed(vb) == 3 * 24 and out.logits.isfinite().all()
+
+
+def test_training_after_a_decode_step_is_recorded_as_before(device, monkeypatch, tmp_path):
+    streamed = Models(monkeypatch, tmp_path, "cpu")
+    vb, model = streamed()
+    attachment = vb._attachment
+    attachment.hosting.rates = dict.fromkeys(range(9), FAST)
+    for turn in (1, 2):
+        streamed.trained(model, 4)
+        assert attachment.recorded.replays == 2 * turn * LAYERS and not attachment.recorded.reasons
+        assert not vb.stats().hosted
+        with torch.no_grad():
+            model(input_ids=IDS[:, :1], use_cache=False)
+        assert vb.stats().hosted
 
 
 def test_without_memory_for_a_mailbox_weights_are_moved_and_the_reason_is_kept(device, monkeypatch):

@@ -280,7 +280,8 @@ class Attachment:
         """Begin a pass on the stack; phases, and so learned orders, are per model."""
         decodes = inferred_phase(args, kwargs) == DECODE
         if torch.is_grad_enabled():
-            self.recorded.begin(self.model)
+            if self.recorded.begin(self.model):
+                self.hosting.release()  # the CPU computes products of few tokens, and graphs read all pages of a block
         else:
             self.recorded.rest(decodes=decodes)
         named = phase_name(self)

@@ -186,10 +186,11 @@ class RecordedBlocks:
         """Why blocks are eager, for statistics."""
         return [f"checkpointed blocks run from Python, as {reason}" for reason in self._reasons]
 
-    def begin(self, model: nn.Module) -> None:
-        """Take over the checkpoint functions of a model's blocks, at the begin of a pass with gradients."""
+    def begin(self, model: nn.Module) -> bool:
+        """Take over the checkpoint functions of a model's blocks, at the begin of a pass with gradients; True if there
+        are any."""
         if not self._captures or torch.compiler.is_compiling():
-            return
+            return False
         self._idle = 0
         if self._rings.ring is not None and not any(
             isinstance(found, _Block) for known in self._known.values() for found in known.values()
@@ -205,6 +206,7 @@ class RecordedBlocks:
         self._blocks = [weakref.ref(block) for block in blocks]
         if blocks and self._watch is None:
             self._watch = Watch(model)
+        return bool(blocks)
 
     def rest(self, *, decodes: bool) -> None:
         """Note the begin of a pass without gradients: after many of them, or where the model decodes, the policy gets

@@ -173,7 +173,7 @@ def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2000, 700), (1030, 1032), (130, 4096), (4096, 130), (4100, 5000)], ids=str)
+@pytest.mark.parametrize("shape", [(2000, 700), (130, 4096), (4100, 5000)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_to_inputs_match_float64(name, shape, monkeypatch):
     """Of whole tiles and cut ones, and where the weight is decoded."""
