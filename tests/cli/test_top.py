@@ -99,10 +99,14 @@ def test_one_look_as_text_and_as_json_by_number_command_and_model(capsys):
 
 def on_a_terminal(pid, stop):
     """Run `vbrt top` in a pseudo-terminal; return what it wrote, its exit status and the terminal's modes around it."""
-    top_pid, terminal = pty.fork()
+    terminal, its_end = pty.openpty()
+    before = termios.tcgetattr(terminal)  # not once it runs: it may have changed them by then
+    top_pid = os.fork()
     if not top_pid:
         code = 1
         try:
+            os.close(terminal)
+            os.login_tty(its_end)
             os.environ.update(TERM="xterm", COLUMNS="80", LINES="24")
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
             sys.stdin = open(0, closefd=False)
@@ -112,7 +116,8 @@ def on_a_terminal(pid, stop):
             sys.stdout.flush()
         finally:
             os._exit(code)
-    before, seen, stopped = termios.tcgetattr(terminal), b"", False
+    os.close(its_end)
+    seen, stopped = b"", False
     deadline = time.monotonic() + LONG_S
     while time.monotonic() < deadline:
         if select.select([terminal], [], [], 0.05)[0]:
