@@ -1,13 +1,17 @@
 """Pages that live in a tier: room for them, their owners, and their homes when budgets change."""
 
+import contextlib
 import os
 import threading
 
 import pytest
 
+from tests.patience import LONG_S, eventually
 from tests.tiers.pages import reserved
 from tests.tiers.stacks import (
+    CPU,
     UNIT,
+    ScriptedPolicy,
     SlowSsd,
     WatchedTier,
     add,
@@ -25,7 +29,7 @@ from tests.tiers.stacks import (
 from vbrt.errors import FormatError, TierError
 from vbrt.residency.lru import LRUPolicy
 from vbrt.residency.simulate import PASS, make_policy
-from vbrt.tiers import Level, Owner, SsdTier, TierStack
+from vbrt.tiers import Level, MemoryTier, Owner, SsdTier, TierStack
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -383,5 +387,69 @@ def test_a_lower_budget_is_kept_once_set_budget_returns_although_a_page_was_on_i
         ssd.gates["c"].set()
     assert level.tier.held_bytes <= level.tier.peak_bytes <= 2 * UNIT
     run(stack, [("a",), ("b",)])
+    assert_at_rest(stack)
+    stack.close()
+
+
+def with_a_tier_between():
+    """Three memories with pages at home in the middle; the top holds two copies and prefetches as it is told."""
+    policy, sizes = ScriptedPolicy(2, dict.fromkeys("abc", 1)), dict.fromkeys("abc", 1)
+    near, far = Level(WatchedTier("near", 2), policy), Level(WatchedTier("far", 3))
+    stack = TierStack([near, far, MemoryTier("last", CPU, 9 * UNIT)])
+    return add_all(stack, sizes, dict.fromkeys(sizes, "far")), policy
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_lower_budget_is_kept_once_set_budget_returns_although_an_old_home_was_read(leased, monkeypatch):
+    stack, policy = with_a_tier_between()
+    copy, near, far = stack.mover.copy_bytes, *stack.levels[:2]
+    reading, go_on = threading.Event(), threading.Event()
+
+    def held_up(slot, *args):
+        if slot.page.key == "c":
+            reading.set()
+            assert go_on.wait(LONG_S)
+        copy(slot, *args)
+
+    monkeypatch.setattr(stack.mover, "copy_bytes", held_up)
+    policy.script = ["c"]
+    use(stack, "a")
+    assert reading.wait(LONG_S)  # a worker copies c from its home
+    with contextlib.ExitStack() as others:
+        if leased:
+            others.enter_context(in_background(lambda: use(stack, "c")))
+            eventually(lambda: near.slots["c"].holders, "a lease that waits for the copy")
+        lowering = others.enter_context(in_background(lambda: stack.set_budget("far", 0)))
+        eventually(lambda: far.tier.capacity_bytes == 0, "the budget")
+        with stack.guard.lock:
+            assert far.tier.held_bytes == UNIT and stack.pages["c"].home == 2
+        lowering.join(0.05)
+        assert lowering.is_alive()
+        go_on.set()
+    assert far.tier.held_bytes == far.tier.peak_bytes == 0
+    run(stack, [("a",), ("b",), ("c",)])
+    assert_at_rest(stack)
+    stack.close()
+
+
+def test_a_copy_ahead_that_waits_for_room_does_not_keep_the_old_home_of_its_page(monkeypatch):
+    stack, policy = with_a_tier_between()
+    near, far = stack.levels[:2]
+    reserve, asked = near.tier.reserve, threading.Event()
+
+    def refuse(nbytes, holder, **options):
+        if holder.page.key != "c":
+            return reserve(nbytes, holder, **options)
+        asked.set()
+        return False
+
+    monkeypatch.setattr(near.tier, "reserve", refuse)
+    policy.script = ["c"]
+    use(stack, "a")
+    assert asked.wait(LONG_S)
+    within(LONG_S, lambda: stack.set_budget("far", 0))
+    assert far.tier.held_bytes == far.tier.peak_bytes == 0
+    monkeypatch.setattr(near.tier, "reserve", reserve)
+    run(stack, [("a",), ("b",), ("c",)])
     assert_at_rest(stack)
     stack.close()

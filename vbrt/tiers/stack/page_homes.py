@@ -119,13 +119,15 @@ class Homes:
         ledger.changes += not page.unseen  # last: invalidates lookups cached under an earlier number
 
     def _evict_old_home(self, page: Page) -> None:
-        """Evict the page from its old home, with the queued copies that would have read from there."""
+        """Evict the page from its old home, with the copies from there that have no room yet and no lease."""
         for level in self._ledger.levels:
             slot = level.slots.get(page.key)
             if slot is None or not slot.at_home or level.index == page.home:
                 continue
             for copy in [copy for copy in slot.holders if isinstance(copy, Slot)]:
-                if copy.state is State.QUEUED and not copy.holders:  # else the old home stays until that is demanded
+                mine = copy.state is State.LOADING and copy.loader == threading.get_ident()  # left by an interrupt
+                wanted = copy.room is not None or copy.holders or copy.doomed or mine
+                if not wanted:  # else the old home stays until that has read it
                     copy.level.policy.remove(page.key)
                     copy.level.evict(page.key)
             level.evict(page.key)

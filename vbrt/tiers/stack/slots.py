@@ -245,12 +245,11 @@ class Level:
         return () if room == self.policy.capacity_bytes else self.policy.resize(room)
 
     def exceeds_until_copied(self) -> bool:
-        """True if a lowered budget is exceeded, and other threads' loads will soon free room: loads of slots that were
-        evicted meanwhile and that no lease waits for."""
+        """True if a lowered budget is exceeded, and other threads' copies will soon free room: copies into slots that
+        were evicted meanwhile and that no lease waits for, and copies that read from evicted slots."""
         if self.tier.held_bytes <= self.tier.capacity_bytes:
             return False
-        me, leaving = threading.get_ident(), [slot for slot in self.leaving if not slot.holders]
-        return any(slot.room is not None and slot.state is State.LOADING and slot.loader != me for slot in leaving)
+        return any(slot.room is not None and _ends_by_copies(slot) for slot in self.leaving)
 
     def make_way(self, reserve: Callable[[], bool]) -> None:
         """Evict unused copies, one by one, until `reserve` returns True.
@@ -363,6 +362,21 @@ class Level:
             slot.holders.clear()
             self.home_bytes += slot.charge
         self.tier.after_fork([slot.room for slot in self.slots.values()])
+
+
+def _ends_by_copies(slot: Slot) -> bool:
+    """True if nothing but copies in flight keeps the room of an evicted slot: into it, and from it."""
+    copies = (slot, *slot.holders) if slot.state is State.LOADING else tuple(slot.holders)
+    return bool(copies) and all(isinstance(copy, Slot) and _is_copying(copy) for copy in copies)
+
+
+def _is_copying(slot: Slot) -> bool:
+    """True if another thread's load of a slot waits for nothing but its bytes, or ends because nobody wants it."""
+    if slot.state is not State.LOADING or slot.loader == threading.get_ident():
+        return False
+    if slot.doomed and not slot.holders:
+        return True
+    return slot.room is not None and (slot in slot.page.readers or not slot.page.due)
 
 
 def slot_below(ledger: "_Books", page: Page) -> Slot | None:
