@@ -1,5 +1,6 @@
 """Layers of one input are computed in one call on a CPU; results are those of a call for each."""
 
+import gc
 import sys
 import threading
 
@@ -115,7 +116,9 @@ def test_threads_get_their_own_results(vb):
 
 
 @torch.no_grad()
-def test_a_resident_layer_takes_few_calls_of_python(vb):
+def test_a_resident_layer_takes_few_calls_of_python(vb, request):
+    request.addfinalizer(gc.enable)
+    gc.disable()  # finalizers of what earlier tests left would be counted
     x, entered = torch.randn(1, 64), []
     vb.module.q(x)
     sys.setprofile(lambda frame, event, arg: entered.append(arg or frame) if event in ("call", "c_call") else None)
