@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vbrt
-from tests.kernels.cuda.gpu_cases import error, poison
+from tests.kernels.cuda.gpu_cases import error, poison, replayed
 from vbrt.formats import WeightPlanes, get_format
 from vbrt.kernels import EXACT, reference, resolve
 from vbrt.kernels.cuda import devices, launch_table
@@ -16,6 +16,8 @@ from vbrt.kernels.cuda.e2m1.tiles import TILES
 from vbrt.kernels.cuda.launch_table import MmaLaunch, PersistentLaunch
 
 NAMES = ("nvfp4", "mxfp4")
+#: tokens, and tokens per tile of the persistent kernel
+BLOCKS = ((3, 32), (130, 96), (700, 256), (700, 224), (2049, 160))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for sm_90")
     planes, _, weight = case(name, shape)
-    for (tokens, block), cut in itertools.product(((3, 32), (130, 96), (700, 256), (700, 224), (2049, 160)), (1, 2)):
+    for (tokens, block), cut in itertools.product(BLOCKS, (1, 2)):
         tiles = -(-tokens // block) * -(-shape[0] // 128)
         launch = PersistentLaunch(tiles // cut, block, ordered=block < 256)
         monkeypatch.setattr(e2m1_linear, "choose", lambda *_, launch=launch: launch)
@@ -178,8 +180,7 @@ def test_tiles_of_the_persistent_kernel_that_are_cut(name, shape, monkeypatch):
 def test_gradients_to_inputs_match_float64(name, shape, monkeypatch):
     """Of whole tiles and cut ones, and where the weight is decoded."""
     planes, _, weight = case(name, shape)
-    sizes = ((3, 32), (130, 96), (700, 256), (700, 224), (2049, 160))
-    for (tokens, block), share in itertools.product(sizes, (0, 1, 2)) if devices.major(0) == 9 else ():
+    for (tokens, block), share in itertools.product(BLOCKS, (0, 1, 2)) if devices.major(0) == 9 else ():
         tiles = -(-tokens // block) * -(-shape[1] // 128)
         launch = PersistentLaunch(tiles // share if share else 0, block)
         monkeypatch.setattr(e2m1_linear, "turned_for", lambda *_, launch=launch: launch)
@@ -208,12 +209,7 @@ def test_a_layer_s_gradient_is_the_kernel_s_and_a_graph_s_has_its_bits():
     planes = wrapped.handle.held.planes
     assert torch.equal(dx, e2m1_linear.gradient(dy, planes))
     assert error(dx, dy.double() @ e2m1_linear.decode_weight(planes).double()) < 3e-3
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = e2m1_linear.gradient(dy, planes)
-    recorded.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(recorded, dx)
+    assert torch.equal(replayed(lambda: e2m1_linear.gradient(dy, planes)), dx)
 
 
 def cut_into_100(*args) -> launch_table.Choice:
@@ -232,12 +228,7 @@ def test_the_persistent_kernel_in_graphs_and_compiled(cut, monkeypatch):
     x = torch.randn(500, 2048, device="cuda", dtype=torch.bfloat16)
     assert e2m1_linear.route(x, planes) == "persistent"
     want = e2m1_linear.linear(x, planes)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = e2m1_linear.linear(x, planes)
-    recorded.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(recorded, want)
+    assert torch.equal(replayed(lambda: e2m1_linear.linear(x, planes)), want)
     torch.compiler.reset()
     run = torch.compile(lambda x: e2m1_linear.linear(x, planes), fullgraph=True, dynamic=True)
     assert torch.equal(run(x), want)
@@ -328,12 +319,7 @@ def test_graphs_and_compile_give_the_eager_result():
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         want = e2m1_linear.linear(x, planes, None, "gelu")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = e2m1_linear.linear(x, planes, None, "gelu")
-        got.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(got, want)
+        assert torch.equal(replayed(lambda: e2m1_linear.linear(x, planes, None, "gelu")), want)
         tiles, scale = planes.coarse[TILES], planes.coarse["tensor_scale"]
         args = (x, tiles, scale, None, "nvfp4", 512, "gelu")
         torch.library.opcheck(torch.ops.vbrt.fp4_linear, args)
