@@ -346,9 +346,7 @@ class TurnedProduct(PersistentProduct):
 
 def turned_codes(weight: TiledWeight) -> Codes:
     """A weight as the kernel for dy @ w takes it: n columns, sums over groups of 128 rows, and its row tiles."""
-    row_tiles = weight.tiles.shape[0]
-    columns = -(-row_tiles * ROWS // COLUMNS)
-    return codes_of(weight)._replace(n=weight.k, columns=columns, blocks=row_tiles)
+    return codes_of(weight)._replace(n=weight.k, columns=-(-weight.n // COLUMNS), blocks=weight.tiles.shape[0])
 
 
 def _for_copies(x_MK: Tensor) -> Tensor:

@@ -521,6 +521,27 @@ def multiply_tiles(ring, staging, w, cuts, result, tiles, HALF: gl.constexpr, C:
                 store_piece(v, result, staging, first_row, first_token + piece_first(TOKENS, p), own_token, C)
 
 
+@gluon.jit
+def shared_memory(x_desc, DTYPE: gl.constexpr, TOKENS: gl.constexpr):
+    """(The ring, with its barriers ready for use; [2, 64, 64] values of DTYPE, in which warpgroups stage results)."""
+    STAGES: gl.constexpr = stages_of(TOKENS)
+    pieces = ()
+    for p in gl.static_range(pieces_of(TOKENS)):
+        pieces = pieces + (
+            gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, piece_tokens(TOKENS, p), COLUMNS], x_desc.layout),
+        )
+    staging = gl.allocate_shared_memory(DTYPE, [2, 64, ROWS // 2], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    mbarrier.init(go, count=1)
+    hopper.fence_async_shared()
+    return Ring(pieces, ready, free, go), staging
+
+
 @gluon.jit(do_not_specialize=["M", "columns", "blocks", "split", "ticket"])
 def persistent_kernel(
     tile_ptr,
@@ -554,24 +575,9 @@ def persistent_kernel(
     TOKENS] fp32 and flags [programs, 2] int64, which may be anything but the ticket. At most as many programs as the
     GPU has multiprocessors, and as there are tiles or, of cut ones, column pairs.
     """
-    STAGES: gl.constexpr = stages_of(TOKENS)
-    pieces = ()
-    for p in gl.static_range(pieces_of(TOKENS)):
-        pieces = pieces + (
-            gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, piece_tokens(TOKENS, p), COLUMNS], x_desc.layout),
-        )
-    staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, 64, ROWS // 2], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    mbarrier.init(go, count=1)
-    hopper.fence_async_shared()
+    ring, staging = shared_memory(x_desc, y_ptr.dtype.element_ty, TOKENS)
     tiles = (M + TOKENS - 1) // TOKENS * ((N + ROWS - 1) // ROWS)
     C: gl.constexpr = Constants(TOKENS, CUT_TILES, CODES, ORDERED, ACTIVATION, HAS_BIAS, DEPENDENT)
-    ring = Ring(pieces, ready, free, go)
     w = Matrix(tile_ptr, block_ptr, level_ptr, scale_ptr, N, columns, blocks)
     cuts = Cuts(part_ptr, flag_ptr, split, ticket)
     result = Result(bias_ptr, y_ptr, M, N, y_stride)

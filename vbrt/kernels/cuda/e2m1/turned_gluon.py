@@ -11,11 +11,8 @@ Four warps read the same 16 bytes of a lane, a word each, so loads go through L1
 as soon as one has been decoded: half as many registers wait for words as in the forward.
 """
 
-# ruff: noqa: RUF005  # the kernel language has no starred expressions
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vbrt.kernels.cuda.e2m1.narrow_gluon import (
@@ -28,14 +25,12 @@ from vbrt.kernels.cuda.e2m1.narrow_gluon import (
     wait_for_launch_before,
 )
 from vbrt.kernels.cuda.e2m1.persistent_gluon import (
-    COLUMNS,
     ROWS,
     WARPS,
     Constants,
     Cuts,
     Matrix,
     Result,
-    Ring,
     add_partial_sums,
     copy_activations,
     halves,
@@ -47,6 +42,7 @@ from vbrt.kernels.cuda.e2m1.persistent_gluon import (
     piece_first,
     piece_tokens,
     pieces_of,
+    shared_memory,
     stages_of,
     sums_layout,
     tokens_of,
@@ -263,24 +259,9 @@ def turned_kernel(
 
     columns: groups of 128 columns of x. The rest, and the grid, is as for `persistent_kernel`.
     """
-    STAGES: gl.constexpr = stages_of(TOKENS)
-    pieces = ()
-    for p in gl.static_range(pieces_of(TOKENS)):
-        pieces = pieces + (
-            gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, piece_tokens(TOKENS, p), COLUMNS], x_desc.layout),
-        )
-    staging = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, 64, ROWS // 2], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    mbarrier.init(go, count=1)
-    hopper.fence_async_shared()
+    ring, staging = shared_memory(x_desc, y_ptr.dtype.element_ty, TOKENS)
     tiles = (M + TOKENS - 1) // TOKENS * ((N + ROWS - 1) // ROWS)
     C: gl.constexpr = Constants(TOKENS, CUT_TILES, CODES, True, "none", False, DEPENDENT)
-    ring = Ring(pieces, ready, free, go)
     w = Matrix(tile_ptr, tile_ptr, tile_ptr, scale_ptr, N, columns, row_tiles)
     cuts = Cuts(part_ptr, flag_ptr, split, ticket)
     result = Result(scale_ptr, y_ptr, M, N, N)
